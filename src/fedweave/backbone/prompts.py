@@ -1,0 +1,165 @@
+"""Examples to tokens: rendering, truncation, and the span of tokens that the prompt feature averages.
+
+``plain`` renders the prompt, a blank line, ``Response:``, a space and the answer; ``chat`` renders the
+tokenizer's template. A template's constant parts (system prompt, role marks) are the same for every
+example; averaged into the feature they drown what differs, so the pooled span is the user's words alone
+unless ``backbone.pool=all``.
+
+Too long? The prompt's words lose tokens from their beginning; the template and the answer stay whole.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from fedweave.config import BackboneConfig
+from fedweave.data.examples import Example, Prompt
+from fedweave.errors import UserError
+
+
+@dataclass(frozen=True)
+class EncodedPrompt:
+    ids: np.ndarray  # [p]
+    pool: tuple[int, int]  # span of ids that the feature averages
+    truncated: bool
+
+
+@dataclass(frozen=True)
+class Encoded:
+    """One example in tokens. It carries no label: this is all that a method sees of an example."""
+
+    prompt: EncodedPrompt
+    ids: np.ndarray  # [p + a] prompt and answer
+    answer_start: int
+
+
+class LongAnswer(UserError):
+    """The answer leaves no room for its prompt."""
+
+
+class PromptFormat:
+    """Renders and tokenises in one fixed way; its settings are part of the feature cache's key."""
+
+    def __init__(self, tokenizer: Any, config: BackboneConfig):
+        has_template = bool(getattr(tokenizer, "chat_template", None))
+        if config.prompt == "chat" and not has_template:
+            raise UserError(
+                f"backbone.prompt=chat, but the tokenizer of {config.model} has no chat template; "
+                "use backbone.prompt=plain."
+            )
+        self.tokenizer = tokenizer
+        self.kind = config.prompt if config.prompt != "auto" else "chat" if has_template else "plain"
+        self.pool = config.pool
+        self.max_length = config.max_length
+        self.end_of_answer = config.end_of_answer
+        self.end_id = self._end_token()
+
+    def settings(self) -> dict[str, Any]:
+        """What decides the tokens of a prompt; part of every cache key and fingerprint."""
+        template = getattr(self.tokenizer, "chat_template", None) if self.kind == "chat" else None
+        return {"kind": self.kind, "pool": self.pool, "max_length": self.max_length, "template": template}
+
+    # ---------------------------------------------------------------------------------- rendering
+
+    def render(self, prompt: Prompt) -> tuple[str, int, int]:
+        """The prompt as the model reads it, and the character span of the user's own words in it."""
+        if self.kind == "plain":
+            words = prompt if isinstance(prompt, str) else "\n\n".join(m["content"] for m in prompt)
+            words = words.rstrip()
+            return f"{words}\n\nResponse:", 0, len(words)
+        messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else list(prompt)
+        text = self.tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+        asked = [m["content"].strip() for m in messages if m["role"] != "system"]
+        first, last = text.find(asked[0]), text.rfind(asked[-1])
+        if first < 0 or last < 0:  # the template rewrote the words: pool over all of it
+            return text, 0, len(text)
+        return text, first, last + len(asked[-1])
+
+    def _end_token(self) -> int | None:
+        """The token that truly ends an answer: what the chat template puts behind it, else EOS."""
+        eos = self.tokenizer.eos_token_id
+        if self.kind == "chat":
+            turn = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "answer"}]
+            text = self.tokenizer.apply_chat_template(turn, tokenize=False)
+            behind = self._ids([text[text.rfind("answer") + len("answer") :]], special=False)[0]
+            if behind and behind[0] in set(self.tokenizer.all_special_ids):
+                return behind[0]
+        return eos
+
+    # ---------------------------------------------------------------------------------- tokenising
+
+    def _ids(self, texts: list[str], special: bool) -> list[list[int]]:
+        return self.tokenizer(texts, add_special_tokens=special)["input_ids"] if texts else []
+
+    def encode_prompts(self, prompts: Sequence[Prompt]) -> list[EncodedPrompt]:
+        """Tokens of prompts alone, as discovery, the router and generation read them."""
+        return [self._fit(ids, span, self.max_length) for ids, span in self._tokenise(prompts)]
+
+    def encode(self, examples: Sequence[Example]) -> list[Encoded]:
+        """Tokens of prompt and answer, as training and teacher-forced evaluation read them."""
+        prompts = self._tokenise([e.prompt for e in examples])
+        answers = self._answers(examples)
+        out = []
+        for example, (ids, span), answer in zip(examples, prompts, answers, strict=True):
+            room = self.max_length - len(answer)
+            try:
+                joint = self._fit(ids, span, room)
+            except LongAnswer:
+                raise LongAnswer(
+                    f"{example.origin}: the answer has {len(answer)} tokens and leaves no room for its prompt "
+                    f"within backbone.max_length={self.max_length}; raise it, shorten the answer, or drop such "
+                    "rows with data.long_answers=skip."
+                ) from None
+            out.append(
+                Encoded(
+                    prompt=self._fit(ids, span, self.max_length),
+                    ids=np.concatenate([joint.ids, np.array(answer, dtype=np.int32)]),
+                    answer_start=len(joint.ids),
+                )
+            )
+        return out
+
+    def _tokenise(self, prompts: Sequence[Prompt]) -> list[tuple[list[int], tuple[int, int]]]:
+        rendered = [self.render(p) for p in prompts]
+        if not rendered:
+            return []
+        # A chat template writes its own BOS; a plain prompt takes the tokenizer's.
+        batch = self.tokenizer(
+            [text for text, _, _ in rendered],
+            add_special_tokens=self.kind == "plain",
+            return_offsets_mapping=True,
+        )
+        out = []
+        for ids, offsets, (_, start, end) in zip(
+            batch["input_ids"], batch["offset_mapping"], rendered, strict=True
+        ):
+            inside = [i for i, (a, b) in enumerate(offsets) if b > a and a < end and b > start]
+            out.append((ids, (inside[0], inside[-1] + 1) if inside else (0, len(ids))))
+        return out
+
+    def _answers(self, examples: Sequence[Example]) -> list[list[int]]:
+        if self.kind == "plain":
+            # The blank before the answer belongs to it: measured against "Response:" so that SentencePiece
+            # tokenizers, which add a blank of their own, split it in the same place.
+            head = self._ids(["Response:"], special=False)[0]
+            whole = self._ids([f"Response: {e.response.strip()}" for e in examples], special=False)
+            answers = [ids[len(head) :] for ids in whole]
+        else:
+            answers = self._ids([e.response.strip() for e in examples], special=False)
+        if self.end_of_answer and self.end_id is not None:
+            answers = [[*ids, self.end_id] for ids in answers]
+        return answers
+
+    def _fit(self, ids: list[int], span: tuple[int, int], room: int) -> EncodedPrompt:
+        """Drop the excess from the beginning of the words; the template around them stays."""
+        start, end = span
+        excess = max(0, len(ids) - room)
+        if excess > end - start - 1:
+            raise LongAnswer(f"backbone.max_length={self.max_length} leaves no room for the prompt's words.")
+        kept = np.array(ids[:start] + ids[start + excess :], dtype=np.int32)
+        pool = (start, end - excess) if self.pool == "content" else (0, len(kept))
+        return EncodedPrompt(kept, pool, excess > 0)

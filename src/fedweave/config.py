@@ -1,0 +1,387 @@
+"""One typed, validated tree of settings: defaults, then a YAML recipe, then dotted overrides.
+
+Every key carries its own documentation and its own limits, so that an unknown key or a bad value becomes
+one sentence before anything loads, and so that ``fedweave config`` can print the whole reference.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import types
+import typing
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+import yaml
+
+from fedweave.errors import UserError, nearest
+
+RECIPES = Path(__file__).parent / "recipes"
+
+
+def setting(default: Any, doc: str, *, low: float | None = None, high: float | None = None) -> Any:
+    """A config field with its documentation and, for numbers, its closed range."""
+    return field(default=default, metadata={"doc": doc, "low": low, "high": high})
+
+
+@dataclass(frozen=True)
+class BackboneConfig:
+    """The frozen language model and how text becomes tokens."""
+
+    model: str = setting(
+        "HuggingFaceTB/SmolLM2-135M-Instruct", "Hub id, local folder, or a .gguf file of the backbone."
+    )
+    revision: str | None = setting(None, "Branch, tag or commit of a hub model.")
+    device: str = setting("auto", "auto (CUDA when there is one), cpu, cuda or cuda:N.")
+    dtype: Literal["auto", "float32", "bfloat16"] = setting(
+        "auto", "Weights of the backbone: auto is bfloat16 on CUDA and float32 on a CPU."
+    )
+    prompt: Literal["auto", "plain", "chat"] = setting(
+        "auto",
+        "chat renders the tokenizer's chat template; plain is 'prompt, blank line, Response:'; "
+        "auto is chat where the tokenizer has a template.",
+    )
+    pool: Literal["content", "all"] = setting(
+        "content",
+        "Which prompt tokens the feature averages: the user's words alone, or the whole rendered "
+        "prompt with the template's constant parts (as in the paper).",
+    )
+    end_of_answer: bool = setting(True, "Append the end token to every answer and train on it.")
+    max_length: int = setting(512, "Longest sequence in tokens; a longer prompt loses its beginning.", low=16)
+
+
+@dataclass(frozen=True)
+class DataConfig:
+    """Where examples come from and how they reach the clients."""
+
+    source: Literal["sample", "paper", "jsonl"] = setting(
+        "sample",
+        "sample: four built-in patterns; paper: CoEdIT, GSM8K, TweetEval and ARC-C; "
+        "jsonl: your own folder with one file per client.",
+    )
+    path: str | None = setting(
+        None, "jsonl: the folder. paper: a local folder with the four tasks (hub when empty)."
+    )
+    clients: int = setting(20, "Number of simulated clients (sample and paper).", low=1)
+    alpha: float = setting(0.3, "Dirichlet concentration of the clients' task mixtures.", low=1e-3)
+    train: int = setting(2000, "Training examples per task (sample and paper).", low=1)
+    validation: int = setting(100, "Validation examples per task.", low=1)
+    test: int = setting(400, "Test examples per task.", low=1)
+    holdout: float = setting(
+        0.1,
+        "jsonl without validation.jsonl or test.jsonl: the share of each client's rows kept for each.",
+        low=0.0,
+        high=0.4,
+    )
+    long_answers: Literal["error", "skip"] = setting(
+        "error", "What to do with a row whose answer leaves no room for its prompt."
+    )
+
+
+@dataclass(frozen=True)
+class ExpertsConfig:
+    """The LoRA experts."""
+
+    rank: int = setting(8, "Rank of one expert.", low=1)
+    alpha: float = setting(16.0, "LoRA scale is alpha / rank.", low=1e-6)
+    dropout: float = setting(0.05, "Dropout on the input of A.", low=0.0, high=0.9)
+    target_modules: tuple[str, ...] = setting(
+        ("q_proj", "v_proj"), "Linear layers that carry experts, by the end of their names."
+    )
+
+
+@dataclass(frozen=True)
+class WarmStartConfig:
+    """Router warm start: learn the alignment's own labels a(i,c) from cached features before round 0."""
+
+    enabled: bool = setting(True, "Switch it on; the paper's method has none.")
+    rounds: int = setting(5, "How often the server averages during the warm start.", low=1)
+    steps: int = setting(40, "Steps of each client between two averages.", low=1)
+    lr: float = setting(1e-3, "AdamW rate of the warm start.", low=0.0)
+    batch_size: int = setting(64, "Features in a step.", low=1)
+
+
+@dataclass(frozen=True)
+class RouterConfig:
+    """The router: Linear(d, hidden), GELU, Linear(hidden, M), softmax."""
+
+    hidden: int = setting(512, "Width of the hidden layer.", low=1)
+    lr: float = setting(5e-5, "AdamW rate of the router.", low=0.0)
+    features: Literal["raw", "unit"] = setting(
+        "raw", "Input scale: raw is the pooled state itself, unit brings each to root-mean-square 1."
+    )
+    warm_start: WarmStartConfig = field(default_factory=WarmStartConfig)
+
+
+@dataclass(frozen=True)
+class DiscoveryConfig:
+    """Step 1: buckets and their signatures."""
+
+    clusterer: Literal["kmeans", "agglomerative", "spectral"] = setting("kmeans", "Local clusterer.")
+    max_buckets: int = setting(8, "Candidates are 2 … min(max_buckets, n - 1).", low=1)
+    restarts: int = setting(10, "Restarts of k-means.", low=1)
+    warmup_steps: int = setting(10, "Optimiser steps of a bucket's warmup adapter.", low=1)
+    warmup_batch: int = setting(8, "Batch size of the warmup.", low=1)
+
+
+@dataclass(frozen=True)
+class AlignmentConfig:
+    """Step 2: buckets to experts."""
+
+    max_experts: int = setting(8, "Candidates for M are 2 … min(max_experts, P - 1).", low=1)
+
+
+@dataclass(frozen=True)
+class TrainingConfig:
+    """Step 3: rounds of interleaved local training."""
+
+    rounds: int = setting(20, "Communication rounds T.", low=0)
+    local_steps: int = setting(10, "Steps E of each client and round.", low=1)
+    batch_size: int = setting(8, "Examples in a step; a smaller bucket gives smaller batches.", low=1)
+    lr: float = setting(1e-4, "AdamW rate of the adapters.", low=0.0)
+    clip: float = setting(1.0, "Gradient norm per client, over its experts and router together.", low=1e-9)
+    weight_decay: float = setting(0.0, "AdamW weight decay.", low=0.0)
+    participation: float = setting(1.0, "Clients per round: up to 1 a fraction, above 1 a count.", low=1e-9)
+    clients_per_step: int | Literal["auto"] = setting(
+        "auto", "Clients trained in one forward and backward pass; bounds memory, never changes results."
+    )
+
+
+@dataclass(frozen=True)
+class EvaluationConfig:
+    """What is measured, and when."""
+
+    every: int = setting(1, "Validate every that many rounds (and after the last).", low=1)
+    routing: Literal["sparse", "soft", "top2"] = setting("sparse", "Routing of the test scores.")
+    selection: Literal["sparse", "soft", "top2"] = setting(
+        "sparse", "Routing of the validation loss that picks the best round."
+    )
+    scores: bool = setting(True, "Score the test set by generation (losses are always measured).")
+    untouched: bool = setting(True, "Also measure the bare backbone's loss.")
+    rouge: Literal["rouge-score", "paper"] = setting(
+        "rouge-score", "ROUGE as the rouge-score package counts it, or as the authors' release does."
+    )
+    batch_size: int = setting(64, "Prompts decoded together.", low=1)
+    max_new_tokens: int = setting(64, "Longest answer for tasks that do not set their own.", low=1)
+
+
+@dataclass(frozen=True)
+class Config:
+    """Everything that decides a run."""
+
+    method: str = setting("fedweave", "Federated method; `fedweave list methods` names them.")
+    seed: int = setting(42, "Seed of data, partition, initialisation and training.", low=0)
+    output: str | None = setting(None, "Run folder; runs/RECIPE when empty.")
+    backbone: BackboneConfig = field(default_factory=BackboneConfig)
+    data: DataConfig = field(default_factory=DataConfig)
+    experts: ExpertsConfig = field(default_factory=ExpertsConfig)
+    router: RouterConfig = field(default_factory=RouterConfig)
+    discovery: DiscoveryConfig = field(default_factory=DiscoveryConfig)
+    alignment: AlignmentConfig = field(default_factory=AlignmentConfig)
+    training: TrainingConfig = field(default_factory=TrainingConfig)
+    evaluation: EvaluationConfig = field(default_factory=EvaluationConfig)
+
+
+# --------------------------------------------------------------------------------------------------
+# Reading
+
+
+def load_config(recipe: str | Path, overrides: typing.Sequence[str] = ()) -> Config:
+    """Defaults, then the recipe (a name or a YAML file), then ``key.path=value`` overrides."""
+    path = find_recipe(recipe)
+    tree = _read_yaml(path.read_text(encoding="utf-8"), str(path))
+    for item in overrides:
+        key, equals, text = item.partition("=")
+        if not equals or not key:
+            raise UserError(f"override {item!r} is not of the form key=value, as in training.rounds=5.")
+        _insert(tree, key.strip(), _read_yaml_value(text, key))
+    return from_tree(tree)
+
+
+def from_tree(tree: dict[str, Any]) -> Config:
+    """Build and check a config from plain nested dictionaries."""
+    config = _build(Config, tree, "")
+    _check_together(config)
+    return config
+
+
+def find_recipe(recipe: str | Path) -> Path:
+    """A packaged recipe by name, or a YAML file by path."""
+    path = Path(recipe)
+    if path.suffix in (".yaml", ".yml"):
+        if not path.is_file():
+            raise UserError(f"there is no config file {path}; `fedweave list recipes` names the built-in ones.")
+        return path
+    packaged = RECIPES / f"{recipe}.yaml"
+    if not packaged.is_file():
+        names = recipe_names()
+        raise UserError(f"there is no recipe {str(recipe)!r}: {nearest(str(recipe), names)}")
+    return packaged
+
+
+def recipe_names() -> list[str]:
+    return sorted(p.stem for p in RECIPES.glob("*.yaml"))
+
+
+def to_tree(config: Any) -> dict[str, Any]:
+    """Plain nested dictionaries, ready for YAML or JSON."""
+    return {
+        f.name: to_tree(v) if dataclasses.is_dataclass(v) else list(v) if isinstance(v, tuple) else v
+        for f in dataclasses.fields(config)
+        for v in [getattr(config, f.name)]
+    }
+
+
+def dump_config(config: Config) -> str:
+    return yaml.safe_dump(to_tree(config), sort_keys=False, allow_unicode=True)
+
+
+def describe(cls: type = Config, prefix: str = "") -> list[tuple[str, str, str]]:
+    """(key, default, documentation) of every key, in order: the config reference."""
+    rows = []
+    for f in dataclasses.fields(cls):
+        nested = _nested(f)
+        if nested:
+            rows += describe(nested, f"{prefix}{f.name}.")
+        else:
+            default = list(f.default) if isinstance(f.default, tuple) else f.default
+            rows.append(
+                (
+                    prefix + f.name,
+                    yaml.safe_dump(default, default_flow_style=True).split("\n")[0],
+                    f.metadata["doc"],
+                )
+            )
+    return rows
+
+
+# --------------------------------------------------------------------------------------------------
+# Checking
+
+
+def _read_yaml(text: str, where: str) -> dict[str, Any]:
+    try:
+        tree = yaml.safe_load(text)
+    except yaml.YAMLError as error:
+        mark = getattr(error, "problem_mark", None)
+        line = f", line {mark.line + 1}" if mark else ""
+        raise UserError(f"{where}{line} is not valid YAML: {getattr(error, 'problem', error)}.") from None
+    if tree is None:
+        return {}
+    if not isinstance(tree, dict):
+        raise UserError(f"{where} must hold keys and values, not a {type(tree).__name__}.")
+    return tree
+
+
+def _read_yaml_value(text: str, key: str) -> Any:
+    try:
+        return yaml.safe_load(text)
+    except yaml.YAMLError:
+        raise UserError(f"the value of {key} is not valid YAML: {text!r}.") from None
+
+
+def _insert(tree: dict[str, Any], key: str, value: Any) -> None:
+    *parents, last = key.split(".")
+    for name in parents:
+        tree = tree.setdefault(name, {})
+        if not isinstance(tree, dict):
+            raise UserError(f"{key!r} is no config key: {name!r} has no keys below it.")
+    tree[last] = value
+
+
+def _nested(f: dataclasses.Field) -> type | None:
+    factory = f.default_factory
+    return factory if isinstance(factory, type) and dataclasses.is_dataclass(factory) else None
+
+
+def _build(cls: type, tree: Any, prefix: str) -> Any:
+    if not isinstance(tree, dict):
+        raise UserError(f"{prefix.rstrip('.')} must hold keys and values, not {tree!r}.")
+    fields = {f.name: f for f in dataclasses.fields(cls)}
+    hints = typing.get_type_hints(cls)
+    values = {}
+    for name, value in tree.items():
+        key = f"{prefix}{name}"
+        if name not in fields:
+            raise UserError(f"unknown config key {key!r}: {_hint(str(name), prefix, list(fields))}")
+        nested = _nested(fields[name])
+        if nested:
+            values[name] = _build(nested, value if value is not None else {}, f"{key}.")
+        else:
+            values[name] = _convert(value, hints[name], key, fields[name].metadata)
+    return cls(**values)
+
+
+def _hint(name: str, prefix: str, siblings: list[str]) -> str:
+    """The nearest sibling; failing that, a key of the same name elsewhere in the tree."""
+    elsewhere = [key for key, _, _ in describe() if key.split(".")[-1] == name]
+    if elsewhere:
+        return f"did you mean {' or '.join(map(repr, sorted(elsewhere, key=len)))}?"
+    return nearest(name, siblings) if not prefix else nearest(prefix + name, [prefix + s for s in siblings])
+
+
+def _convert(value: Any, hint: Any, key: str, limits: typing.Mapping[str, Any]) -> Any:
+    """Coerce one value to its declared type, or say in one sentence why not."""
+    origin, args = typing.get_origin(hint), typing.get_args(hint)
+    if origin is Literal:
+        if value not in args:
+            raise UserError(f"{key}={value!r} is not allowed: {nearest(str(value), [str(a) for a in args])}")
+        return value
+    if origin in (types.UnionType, typing.Union):
+        if value is None and type(None) in args:
+            return None
+        problem = None
+        for option in args:
+            if option is not type(None):
+                try:
+                    return _convert(value, option, key, limits)
+                except UserError as error:
+                    problem = problem or error
+        raise problem or UserError(f"{key}={value!r} is not allowed.")
+    if origin is tuple:
+        items = [value] if isinstance(value, str) else value
+        if not isinstance(items, list | tuple) or not items or not all(isinstance(v, str) for v in items):
+            raise UserError(f"{key} must be a list of names, as in [q_proj, v_proj], not {value!r}.")
+        return tuple(items)
+    if hint is bool:
+        if not isinstance(value, bool):
+            raise UserError(f"{key} must be true or false, not {value!r}.")
+        return value
+    if hint in (int, float):
+        return _number(value, hint, key, limits)
+    if not isinstance(value, str):
+        raise UserError(f"{key} must be text, not {value!r}.")
+    return value
+
+
+def _number(value: Any, hint: type, key: str, limits: typing.Mapping[str, Any]) -> int | float:
+    kind = "a whole number" if hint is int else "a number"
+    try:  # YAML reads 1e-4 as text
+        number = float(value) if not isinstance(value, bool) else None
+    except (TypeError, ValueError):
+        number = None
+    if number is None or number != number or (hint is int and number != int(number)):
+        raise UserError(f"{key} must be {kind}, not {value!r}.")
+    low, high = limits.get("low"), limits.get("high")
+    if (low is not None and number < low) or (high is not None and number > high):
+        between = f"at least {low:g}" if high is None else f"between {low:g} and {high:g}"
+        raise UserError(f"{key} must be {between}, not {value!r}.")
+    return hint(number)
+
+
+def _check_together(config: Config) -> None:
+    """Rules that span keys."""
+    data, training = config.data, config.training
+    if data.source == "jsonl" and not data.path:
+        raise UserError("data.source=jsonl needs data.path: a folder with one JSONL file per client.")
+    if data.source == "sample" and data.path:
+        raise UserError("data.path is not used by data.source=sample; set data.source=jsonl or paper.")
+    if training.clients_per_step != "auto" and int(training.clients_per_step) < 1:
+        raise UserError("training.clients_per_step must be auto or at least 1.")
+    if training.participation > 1 and training.participation != int(training.participation):
+        raise UserError("training.participation above 1 is a count of clients and must be a whole number.")
+    from fedweave.methods import METHODS
+
+    if config.method not in METHODS:
+        raise UserError(f"method={config.method!r} is unknown: {nearest(config.method, METHODS)}")

@@ -1,0 +1,77 @@
+"""What a person sees: bars on a terminal, plain lines elsewhere, small text tables everywhere."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Sequence
+from typing import TextIO
+
+from tqdm import tqdm
+
+
+class Progress:
+    """One long phase. On a terminal a bar; in a file or a pipe a line at most every few seconds."""
+
+    def __init__(self, label: str, total: int, unit: str, stream: TextIO | None, transient: bool = False):
+        self.label, self.total, self.unit, self.stream = label, total, unit, stream
+        self.transient = transient  # a phase within a phase leaves no closing line
+        self.done, self.note = 0, ""
+        self.start = self.last = time.monotonic()
+        live = stream is not None and stream.isatty()
+        self.bar = tqdm(total=total, desc=label, unit=f" {unit}", leave=False, file=stream) if live else None
+
+    def advance(self, count: int = 1, note: str = "") -> None:
+        self.done += count
+        self.note = note or self.note
+        if self.bar is not None:
+            self.bar.set_postfix_str(self.note)
+            self.bar.update(count)
+        elif time.monotonic() - self.last > 5 and self.done < self.total:
+            self._line()
+
+    def close(self) -> None:
+        if self.bar is not None:
+            self.bar.close()
+        if not self.transient:
+            self._line()
+
+    def _line(self) -> None:
+        self.last = time.monotonic()
+        if self.stream is not None:
+            text = f"  {self.label}: {self.done}/{self.total} {self.unit}, {self.last - self.start:.1f} s"
+            print(f"{text}, {self.note}" if self.note else text, file=self.stream, flush=True)
+
+
+class Console:
+    """Messages go to one stream, so that standard output stays free for results."""
+
+    def __init__(self, quiet: bool = False, stream: TextIO | None = None):
+        self.stream = None if quiet else stream or sys.stderr
+
+    def say(self, text: str = "") -> None:
+        if self.stream is not None:
+            print(text, file=self.stream, flush=True)
+
+    def warn(self, text: str) -> None:
+        self.say(f"warning: {text}")
+
+    def progress(self, label: str, total: int, unit: str, transient: bool = False) -> Progress:
+        return Progress(label, total, unit, self.stream, transient)
+
+
+def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """Left-aligned first column, right-aligned figures."""
+    cells = [list(header), *[list(row) for row in rows]]
+    widths = [max(len(row[i]) for row in cells) for i in range(len(header))]
+
+    def line(row: Sequence[str]) -> str:
+        first, rest = row[0].ljust(widths[0]), [c.rjust(w) for c, w in zip(row[1:], widths[1:], strict=True)]
+        return "  " + "  ".join([first, *rest]).rstrip()
+
+    return "\n".join([line(cells[0]), "  " + "-" * (sum(widths) + 2 * len(widths) - 2), *map(line, cells[1:])])
+
+
+def shade(weight: float) -> str:
+    """A share between 0 and 1 as a figure and a block whose darkness repeats it."""
+    return f"{weight:.2f} {' ░▒▓█'[min(4, int(weight * 5))]}"

@@ -1,0 +1,1 @@
+"""Step 1, client side: prompt features to buckets, buckets to warmup signatures."""

@@ -1,0 +1,76 @@
+"""Local prototype discovery: a client's prompt features to buckets, the count chosen by silhouette."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+from sklearn.cluster import AgglomerativeClustering, KMeans, SpectralClustering
+from sklearn.metrics import silhouette_score
+
+from fedweave.config import DiscoveryConfig
+
+# (unit features [n, d], k, seed, restarts) -> labels [n]
+Clusterer = Callable[[np.ndarray, int, int, int], np.ndarray]
+
+
+def kmeans(points: np.ndarray, k: int, seed: int, restarts: int) -> np.ndarray:
+    return KMeans(k, n_init=restarts, random_state=seed).fit_predict(points)
+
+
+def agglomerative(points: np.ndarray, k: int, seed: int, restarts: int) -> np.ndarray:
+    return AgglomerativeClustering(k, metric="euclidean", linkage="average").fit_predict(points)
+
+
+def spectral(points: np.ndarray, k: int, seed: int, restarts: int) -> np.ndarray:
+    neighbours = min(max(k + 1, 5), len(points) - 1)
+    model = SpectralClustering(
+        k, affinity="nearest_neighbors", n_neighbors=neighbours, assign_labels="kmeans", random_state=seed
+    )
+    with warnings.catch_warnings():  # an unconnected neighbour graph is what well-parted patterns look like
+        warnings.simplefilter("ignore")
+        return model.fit_predict(points)
+
+
+CLUSTERERS: dict[str, Clusterer] = {"kmeans": kmeans, "agglomerative": agglomerative, "spectral": spectral}
+
+
+@dataclass
+class Buckets:
+    """A client's buckets B(i,c) as index arrays, and how their count was chosen."""
+
+    members: list[np.ndarray]
+    silhouettes: dict[int, float]
+    note: str = ""  # why there is only one bucket, when that was forced
+
+    def labels(self, n: int) -> np.ndarray:
+        labels = np.empty(n, dtype=int)
+        for c, members in enumerate(self.members):
+            labels[members] = c
+        return labels
+
+
+def discover_buckets(features: np.ndarray, config: DiscoveryConfig, seed: int) -> Buckets:
+    """Cluster one client's features [n, d]; candidates are 2 … min(max_buckets, n - 1) buckets."""
+    n = len(features)
+    norms = np.linalg.norm(features, axis=1, keepdims=True)
+    points = (features / np.maximum(norms, 1e-12)).astype(np.float64)
+    everything = [np.arange(n)]
+    if n < 3 or config.max_buckets < 2:
+        return Buckets(everything, {}, f"{n} example{'s' if n > 1 else ''}: too few to cluster" if n < 3 else "")
+    distinct = len(np.unique(points.round(6), axis=0))
+    if distinct < 2:
+        return Buckets(everything, {}, "all prompts are identical")
+    best, silhouettes = None, {}
+    for k in range(2, min(config.max_buckets, n - 1, distinct) + 1):
+        labels = CLUSTERERS[config.clusterer](points, k, seed, config.restarts)
+        if len(np.unique(labels)) < 2:
+            continue
+        silhouettes[k] = float(silhouette_score(points, labels))
+        if best is None or silhouettes[k] > silhouettes[best[0]]:  # ties keep the smaller count
+            best = (k, labels)
+    if best is None:
+        return Buckets(everything, silhouettes, "the clusterer found no two groups")
+    return Buckets([np.flatnonzero(best[1] == c) for c in np.unique(best[1])], silhouettes)

@@ -1,0 +1,17 @@
+"""The one exception that is shown to a user as a sentence instead of a traceback."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+
+
+class UserError(Exception):
+    """Something the user can mend. The message says what is wrong and what to do; the CLI exits with 2."""
+
+
+def nearest(word: str, valid: Iterable[str]) -> str:
+    """A hint that names the closest valid word, else all of them."""
+    valid = list(valid)
+    close = difflib.get_close_matches(word, valid, n=1, cutoff=0.5)
+    return f"did you mean {close[0]!r}?" if close else f"valid: {', '.join(valid)}."

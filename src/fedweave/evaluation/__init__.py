@@ -1,0 +1,1 @@
+"""Losses, scores, the alignment audit and the routing table."""

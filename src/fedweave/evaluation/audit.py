@@ -1,0 +1,58 @@
+"""Audits that need task labels, which no method ever saw: alignment quality and the task × expert table."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from sklearn.metrics import adjusted_rand_score, normalized_mutual_info_score
+from sklearn.metrics.cluster import contingency_matrix
+
+
+def purity(clusters: Sequence[int], labels: Sequence[int | str]) -> float:
+    """Share of examples that carry their cluster's dominant label (paper, Eq. 15)."""
+    table = contingency_matrix(np.asarray(labels), np.asarray(clusters))
+    return float(table.max(0).sum() / table.sum())
+
+
+def agreement(clusters: Sequence[int], labels: Sequence[int | str]) -> dict[str, float]:
+    return {
+        "purity": purity(clusters, labels),
+        "nmi": float(normalized_mutual_info_score(labels, clusters)),
+        "ari": float(adjusted_rand_score(labels, clusters)),
+    }
+
+
+def alignment_audit(
+    buckets: Sequence[Sequence[np.ndarray]],  # [client][bucket] of example indices
+    assignment: Sequence[Sequence[int]],  # [client][bucket] the expert
+    labels: Sequence[Sequence[str]],  # [client][example] the task
+) -> dict[str, dict[str, float]]:
+    """Local: buckets against tasks within each client, averaged by client size. Global: experts against tasks."""
+    local: list[dict[str, float]] = []
+    sizes, experts, tasks = [], [], []
+    for members, owners, truth in zip(buckets, assignment, labels, strict=True):
+        bucket_of = np.empty(len(truth), dtype=int)
+        for c, (rows, m) in enumerate(zip(members, owners, strict=True)):
+            bucket_of[rows] = c
+            experts += [m] * len(rows)
+            tasks += [truth[i] for i in rows]
+        local.append(agreement(bucket_of.tolist(), truth))
+        sizes.append(len(truth))
+    mean = {k: float(np.average([one[k] for one in local], weights=sizes)) for k in local[0]}
+    return {"local": mean, "global": agreement(experts, tasks)}
+
+
+def routing_table(weights: torch.Tensor, labels: Sequence[str]) -> dict[str, list[float]]:
+    """Mean router weight of every expert for every task: weights [n, M] to {task: [M]} with rows that sum to 1."""
+    tasks = list(dict.fromkeys(labels))
+    rows = np.asarray(labels)
+    return {t: weights[torch.from_numpy(rows == t)].mean(0).tolist() for t in tasks}
+
+
+def per_task(values: torch.Tensor, labels: Sequence[str]) -> dict[str, float]:
+    """Mean of ``values`` [n] for every task, and their unweighted mean as ``macro``."""
+    rows = np.asarray(labels)
+    means = {t: values[torch.from_numpy(rows == t)].mean().item() for t in dict.fromkeys(labels)}
+    return {**means, "macro": float(np.mean(list(means.values())))}

@@ -1,0 +1,56 @@
+"""Teacher-forced losses: the mean token NLL of each example's answer, then the mean over examples."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from fedweave.backbone.load import Backbone
+from fedweave.backbone.packing import pack, token_budget_batches
+from fedweave.backbone.prompts import Encoded
+from fedweave.console import Progress
+from fedweave.experts.layout import AdapterLayout
+from fedweave.experts.mixture import Mixture
+from fedweave.training.lockstep import answer_positions
+from fedweave.training.loss import token_nll
+
+
+def serving_weights(
+    layout: AdapterLayout, theta: torch.Tensor, dtype: torch.dtype
+) -> list[dict[str, torch.Tensor]]:
+    """One state as the mixture reads it: K = 1, in the backbone's dtype."""
+    return layout.views(theta[None].to(dtype))
+
+
+@torch.no_grad()
+def example_losses(
+    backbone: Backbone,
+    examples: Sequence[Encoded],
+    mixture: Mixture | None = None,
+    theta: torch.Tensor | None = None,
+    gates: torch.Tensor | None = None,  # [n, M]; None: one expert with weight 1
+    progress: Progress | None = None,
+) -> torch.Tensor:
+    """Loss of every example, [n] on the CPU; without a mixture that of the bare backbone."""
+    losses = torch.empty(len(examples))
+    budget = 32_768 if backbone.device.type == "cuda" else 2_048
+    weights = serving_weights(mixture.layout, theta, backbone.dtype) if mixture and theta is not None else None
+    for batch in token_budget_batches([len(e.ids) for e in examples], budget):
+        rows = [examples[i] for i in batch]
+        packed = pack([[e.ids for e in rows]], backbone.device)
+        if mixture is None or weights is None:
+            hidden = backbone.hidden(packed)
+        else:
+            token_gates = None
+            if gates is not None:
+                token_gates = gates[batch].to(backbone.device).index_select(0, packed.sequence)[None]  # [1, T, M]
+            with mixture.active(weights, token_gates):
+                hidden = backbone.hidden(packed)
+        source, target, sequence = answer_positions(rows, packed)
+        nll = token_nll(hidden.index_select(0, source), backbone.head, target, backbone.softcap)
+        sums = torch.zeros(len(batch), device=nll.device).index_add(0, sequence, nll)
+        losses[batch] = (sums / torch.bincount(sequence, minlength=len(batch))).cpu()
+        if progress:
+            progress.advance(len(batch))
+    return losses

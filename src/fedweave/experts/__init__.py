@@ -1,0 +1,1 @@
+"""LoRA experts: flat layout, stacked mixture, keyed dropout."""

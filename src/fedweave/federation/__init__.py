@@ -1,0 +1,1 @@
+"""The protocol: clients, engines, the round loop and checkpoints."""

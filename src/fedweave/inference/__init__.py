@@ -1,0 +1,1 @@
+"""Routing, sparse and soft generation."""

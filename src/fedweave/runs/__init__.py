@@ -1,0 +1,1 @@
+"""A run from config to summary: workspace, run folder, loop, final test."""

@@ -1,0 +1,208 @@
+"""The run folder: config, manifest, metrics, checkpoints, summary. Its files are the run's memory."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from fedweave.config import Config, dump_config, load_config, to_tree
+from fedweave.console import Console
+from fedweave.errors import UserError
+from fedweave.federation.checkpoint import (
+    load_checkpoint,
+    prune,
+    round_checkpoints,
+    round_name,
+    save_checkpoint,
+    write_atomic,
+)
+from fedweave.federation.client import Client
+from fedweave.methods.base import ServerState
+from fedweave.runs.workspace import Workspace
+
+# Keys that a resumed run may change: they do not alter what was already computed.
+FREE_KEYS = ("output", "evaluation", "training.rounds", "training.clients_per_step")
+
+
+@dataclass
+class Progress:
+    """Where a run stands: completed rounds and the best one so far."""
+
+    state: ServerState
+    completed: int
+    best: ServerState
+    best_round: int
+    best_loss: float
+    seconds: float  # spent so far, over all sessions
+
+
+class RunFolder:
+    """Reads and writes one run's files."""
+
+    def __init__(self, path: Path):
+        self.path = path
+        self.checkpoints = path / "checkpoints"
+        self.metrics = path / "metrics.jsonl"
+
+    # ---------------------------------------------------------------------------------- life
+
+    @classmethod
+    def create(cls, path: Path, config: Config, manifest: dict[str, Any]) -> RunFolder:
+        """Make the folder with its config and manifest; called when every check has passed."""
+        try:
+            path.mkdir(parents=True)
+        except FileExistsError:
+            raise UserError(
+                f"the run folder {path} exists; continue it with `fedweave resume {path}` or choose another output."
+            ) from None
+        except OSError as error:
+            raise UserError(f"the run folder {path} cannot be made: {error.strerror}.") from error
+        run = cls(path)
+        write_atomic(path / "manifest.json", json.dumps(manifest, indent=1, ensure_ascii=False))
+        write_atomic(path / "config.yaml", dump_config(config))
+        run.metrics.touch()
+        return run
+
+    @classmethod
+    def open(cls, path: Path, overrides: list[str] | None = None) -> tuple[RunFolder, Config]:
+        """An existing run and its config, with overrides of keys that may change."""
+        if not (path / "config.yaml").is_file():
+            raise UserError(f"{path} is no run folder: it has no config.yaml.")
+        for item in overrides or []:
+            key = item.partition("=")[0]
+            if not any(key == free or key.startswith(f"{free}.") for free in FREE_KEYS):
+                raise UserError(f"{key} is fixed for a run; only {', '.join(FREE_KEYS)} may change on resume.")
+        return cls(path), load_config(path / "config.yaml", overrides or [])
+
+    def check_manifest(self, manifest: dict[str, Any]) -> None:
+        """The data must be what the run started with."""
+        try:
+            saved = json.loads((self.path / "manifest.json").read_text(encoding="utf-8"))
+        except (OSError, ValueError):
+            raise UserError(f"{self.path / 'manifest.json'} is missing or damaged.") from None
+        if saved != json.loads(json.dumps(manifest)):
+            raise UserError(f"the data of {self.path} has changed since the run began; restore it or start anew.")
+
+    def log(self, event: str, **values: Any) -> None:
+        """Append one event to metrics.jsonl."""
+        try:
+            with open(self.metrics, "a", encoding="utf-8") as out:
+                out.write(json.dumps({"event": event, **values}) + "\n")
+        except OSError as error:
+            raise UserError(
+                f"{self.metrics} cannot be written ({error.strerror}); free some space and resume."
+            ) from None
+
+    def write_json(self, name: str, content: Any) -> None:
+        write_atomic(self.path / name, json.dumps(content, indent=1, ensure_ascii=False))
+
+    # ---------------------------------------------------------------------------------- checkpoints
+
+    def save(self, workspace: Workspace, progress: Progress) -> None:
+        """Everything that resuming needs. The best state rides along only while it is not the current one."""
+        state, best = progress.state, progress.best
+        tensors = _state_tensors(state, "")
+        if progress.best_round != progress.completed:
+            tensors |= _state_tensors(best, "best_")
+        meta = {
+            "completed": progress.completed,
+            "best_round": progress.best_round,
+            "best_loss": progress.best_loss,
+            "seconds": progress.seconds,
+            "rank": state.layout.rank,
+            "experts": state.layout.experts,
+            "routed": state.router is not None,
+            "report": state.report,
+            "clients": [_client_record(c) for c in workspace.engine.clients],
+            "metrics_bytes": self.metrics.stat().st_size,
+            "config": config_hash(workspace.config),
+            "backbone": workspace.backbone.fingerprint,
+        }
+        save_checkpoint(self.checkpoints, round_name(progress.completed), tensors, meta)
+        prune(self.checkpoints, keep={round_name(0)})
+
+    def load(self, workspace: Workspace, console: Console) -> Progress | None:
+        """The newest good checkpoint, put back into the workspace; None when there is none yet."""
+        for path in reversed(round_checkpoints(self.checkpoints)):
+            try:
+                tensors, meta = load_checkpoint(path)
+            except UserError as error:
+                console.warn(f"{error} Falling back to the one before.")
+                shutil.rmtree(path, ignore_errors=True)
+                continue
+            return self._restore(workspace, tensors, meta, path)
+        return None
+
+    def _restore(
+        self, workspace: Workspace, tensors: dict[str, torch.Tensor], meta: dict[str, Any], path: Path
+    ) -> Progress:
+        if meta["config"] != config_hash(workspace.config):
+            raise UserError(f"checkpoint {path} belongs to another config than {self.path / 'config.yaml'}.")
+        if meta["backbone"] != workspace.backbone.fingerprint:
+            raise UserError(
+                f"checkpoint {path} was trained on another backbone, tokenizer or dtype than "
+                f"{workspace.backbone.name} as loaded now; use the one of the run."
+            )
+        _truncate(self.metrics, meta["metrics_bytes"])
+        for client, record in zip(workspace.engine.clients, meta["clients"], strict=True):
+            client.buckets = [np.array(b, dtype=int) for b in record["buckets"]]
+            client.assignment, client.note = record["assignment"], record["note"]
+        state = rebuild_state(workspace, tensors, meta, "")
+        current_is_best = meta["best_round"] == meta["completed"]
+        best = state if current_is_best else rebuild_state(workspace, tensors, meta, "best_")
+        return Progress(state, meta["completed"], best, meta["best_round"], meta["best_loss"], meta["seconds"])
+
+
+def _state_tensors(state: ServerState, prefix: str) -> dict[str, torch.Tensor]:
+    tensors = {f"{prefix}theta": state.theta}
+    return tensors if state.phi is None else {**tensors, f"{prefix}phi": state.phi}
+
+
+def rebuild_state(
+    workspace: Workspace, tensors: dict[str, torch.Tensor], meta: dict[str, Any], prefix: str
+) -> ServerState:
+    from fedweave.router.mlp import RouterLayout
+
+    config, device = workspace.config, workspace.backbone.device
+    layout = workspace.engine.layout(meta["rank"], meta["experts"])
+    router = phi = None
+    if meta["routed"]:
+        router = RouterLayout(
+            workspace.backbone.width, config.router.hidden, meta["experts"], config.router.features
+        )
+        phi = tensors[f"{prefix}phi"].to(device)
+    return ServerState(layout, router, tensors[f"{prefix}theta"].to(device), phi, meta["report"])
+
+
+def config_hash(config: Config) -> str:
+    """A hash over the keys that decide results."""
+    tree = to_tree(config)
+    for key in FREE_KEYS:
+        *parents, last = key.split(".")
+        node = tree
+        for name in parents:
+            node = node[name]
+        node.pop(last)
+    return hashlib.sha256(json.dumps(tree, sort_keys=True).encode()).hexdigest()[:32]
+
+
+def _client_record(client: Client) -> dict[str, Any]:
+    return {
+        "name": client.name,
+        "buckets": [b.tolist() for b in client.buckets],
+        "assignment": client.assignment,
+        "note": client.note,
+    }
+
+
+def _truncate(path: Path, size: int) -> None:
+    """Forget events logged after the checkpoint: they will happen again."""
+    with open(path, "ab") as out:
+        out.truncate(size)

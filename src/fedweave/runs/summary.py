@@ -1,0 +1,174 @@
+"""The test at the end of a run: losses, scores, routing and audit of the best round and of the last."""
+
+from __future__ import annotations
+
+import json
+import platform
+import subprocess
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+import fedweave
+from fedweave.config import to_tree
+from fedweave.console import Console
+from fedweave.evaluation.audit import per_task, routing_table
+from fedweave.evaluation.losses import example_losses
+from fedweave.evaluation.scores import METRICS, score
+from fedweave.federation.checkpoint import write_atomic
+from fedweave.inference.generate import generate
+from fedweave.inference.model import RoutedModel
+from fedweave.methods.base import ServerState
+from fedweave.router.mlp import sparsify
+from fedweave.runs.folder import Progress, RunFolder
+from fedweave.runs.workspace import TestSet, Workspace
+
+SCHEMA = 1
+
+
+def summarise(run: RunFolder, workspace: Workspace, progress: Progress, console: Console) -> dict[str, Any]:
+    """Everything that summary.json holds, but for the timing."""
+    config, clients = workspace.config, workspace.engine.clients
+    test: dict[str, Any] = {}
+    if config.evaluation.untouched:
+        workspace.engine.detach()
+        bar = console.progress("test, untouched backbone", len(workspace.test.encoded), "examples")
+        losses = example_losses(workspace.backbone, workspace.test.encoded, progress=bar)
+        bar.close()
+        test["untouched"] = {"loss": per_task(losses, workspace.test.labels)}
+    predictions: list[dict[str, Any]] = []
+    test["best"] = evaluate_state(workspace, progress.best, workspace.test, console, predictions)
+    test["best"]["round"] = progress.best_round
+    if progress.best_round == progress.completed:
+        test["last"] = test["best"]
+    else:
+        test["last"] = evaluate_state(workspace, progress.state, workspace.test, console)
+        test["last"]["round"] = progress.completed
+    lines = "".join(json.dumps(p, ensure_ascii=False) + "\n" for p in predictions)
+    write_atomic(run.path / "predictions.jsonl", lines)
+    discovery = json.loads((run.path / "discovery.json").read_text(encoding="utf-8"))
+    return {
+        "schema": SCHEMA,
+        "method": config.method,
+        "seed": config.seed,
+        "tasks": {name: task.title for name, task in workspace.tasks.items()},
+        "notes": [*workspace.data.notes, *([workspace.backbone.note] if workspace.backbone.note else [])],
+        "clients": len(clients),
+        "examples": sum(len(c) for c in clients),
+        "buckets": sum(len(c.buckets) for c in clients),
+        "experts": progress.state.layout.experts,
+        "parameters": {
+            "experts": progress.state.layout.size,
+            "router": progress.state.router.size if progress.state.router else 0,
+        },
+        "rounds": progress.completed,
+        "audit": discovery.get("audit"),
+        "test": test,
+        "backbone": {"model": workspace.backbone.name, "fingerprint": workspace.backbone.fingerprint},
+        "config": to_tree(config),
+        "environment": environment(workspace.backbone.device),
+    }
+
+
+def evaluate_state(
+    workspace: Workspace,
+    state: ServerState,
+    held: TestSet,
+    console: Console,
+    predictions: list[dict[str, Any]] | None = None,
+) -> dict[str, Any]:
+    """Losses of every routing, scores of the chosen one, and the routing table."""
+    settings = workspace.config.evaluation
+    model = RoutedModel(
+        workspace.backbone, workspace.engine.mixture(state.layout), state.theta, state.router, state.phi
+    )
+    weights = model.weights(held.features)  # [n, M]
+    result: dict[str, Any] = {
+        "loss": {},
+        "routing": routing_table(weights, held.labels),
+        "top1": routing_table(sparsify(weights, "sparse"), held.labels),
+    }
+    routings = dict.fromkeys(["sparse", "soft", settings.routing] if state.layout.experts > 1 else ["sparse"])
+    bar = console.progress("test losses", len(held.encoded) * len(routings), "examples")
+    for routing in routings:
+        gates = sparsify(weights, routing)
+        losses = example_losses(workspace.backbone, held.encoded, model.mixture, state.theta, gates, bar)
+        result["loss"][routing] = per_task(losses, held.labels)
+    bar.close()
+    if settings.scores:
+        gates = sparsify(weights, settings.routing)
+        result["score"] = _scores(workspace, model, held, weights, gates, console, predictions)
+        result["score_routing"] = settings.routing
+    return result
+
+
+def _scores(
+    workspace: Workspace,
+    model: RoutedModel,
+    held: TestSet,
+    weights: torch.Tensor,
+    gates: torch.Tensor,
+    console: Console,
+    predictions: list[dict[str, Any]] | None,
+) -> dict[str, float]:
+    """Generate and score the answers of every task; ``macro`` is the unweighted mean."""
+    settings = workspace.config.evaluation
+    bar = console.progress("test answers", len(held.encoded), "prompts")
+    scores = {}
+    for name in dict.fromkeys(held.labels):
+        task = workspace.tasks[name]
+        rows = [i for i, label in enumerate(held.labels) if label == name]
+        answers = generate(
+            workspace.backbone,
+            [held.encoded[i].prompt for i in rows],
+            task.max_new_tokens,
+            model.mixture,
+            model.theta,
+            gates[rows],
+            settings.batch_size,
+            bar,
+        )
+        references = [held.references[i] for i in rows]
+        scores[name] = score(task.metric, answers, references, settings.rouge)
+        if predictions is not None:
+            predictions += [
+                {
+                    "task": name,
+                    "origin": held.origins[i],
+                    "prediction": answer,
+                    "reference": held.references[i],
+                    "score": METRICS[task.metric](answer, held.references[i]),
+                    "weights": weights[i].tolist(),
+                }
+                for i, answer in zip(rows, answers, strict=True)
+            ]
+    bar.close()
+    return {**scores, "macro": float(np.mean(list(scores.values())))}
+
+
+def environment(device: torch.device) -> dict[str, Any]:
+    """Versions, device and, in a checkout, the commit."""
+    packages = {
+        "fedweave": fedweave.__version__,
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+    }
+    for name in ("transformers", "scikit-learn", "numpy", "safetensors"):
+        try:
+            packages[name] = version(name)
+        except PackageNotFoundError:
+            continue
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else platform.machine()
+    return {"versions": packages, "device": f"{device.type}: {name}", "commit": _commit()}
+
+
+def _commit() -> str | None:
+    command = ["git", "-C", str(Path(__file__).parent), "rev-parse", "HEAD"]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=5)
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    return done.stdout.strip() or None

@@ -1,0 +1,133 @@
+"""Everything a run stands on, loaded and checked before anything long starts or anything is written."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from fedweave.backbone.features import cached_features
+from fedweave.backbone.load import Backbone, load_backbone
+from fedweave.backbone.prompts import Encoded, LongAnswer
+from fedweave.config import Config
+from fedweave.console import Console
+from fedweave.data import FederatedData, load_data
+from fedweave.data.examples import Example, Task
+from fedweave.errors import UserError
+from fedweave.federation.client import Client
+from fedweave.federation.engine import InProcessEngine
+from fedweave.training.lockstep import ClientData
+
+
+@dataclass
+class TestSet:
+    """Held-out examples with what scoring needs. Labels stay on this side; no method sees a TestSet."""
+
+    encoded: list[Encoded]
+    features: torch.Tensor  # [n, d]
+    labels: list[str]
+    references: list[str]
+    origins: list[str]
+
+
+@dataclass
+class Workspace:
+    """The data side and the model side of a run."""
+
+    config: Config
+    data: FederatedData
+    backbone: Backbone
+    engine: InProcessEngine
+    validation: TestSet
+    test: TestSet
+    client_labels: list[list[str]]  # for the audit, by client and example
+
+    @property
+    def tasks(self) -> dict[str, Task]:
+        return self.data.tasks
+
+
+@dataclass
+class Prepared:
+    """A workspace before its features: every check has been made, nothing long has run."""
+
+    config: Config
+    data: FederatedData
+    backbone: Backbone
+    groups: list[tuple[list[Example], list[Encoded]]]  # clients in order, then validation, then test
+
+    def build(self, console: Console) -> Workspace:
+        """Compute (or recall) the features and set the clients up."""
+        prompts = [e.prompt for _, encoded in self.groups for e in encoded]
+        features = cached_features(self.backbone, prompts, console)
+        parts = features.split([len(encoded) for _, encoded in self.groups])
+        names = list(self.data.clients)
+        clients = [
+            Client(i, ClientData(name, encoded, part))
+            for i, (name, (_, encoded), part) in enumerate(
+                zip(names, self.groups[: len(names)], parts[: len(names)], strict=True)
+            )
+        ]
+        validation, test = (
+            held_out(*group, part)
+            for group, part in zip(self.groups[len(names) :], parts[len(names) :], strict=True)
+        )
+        labels = [[e.task for e in examples] for examples, _ in self.groups[: len(names)]]
+        engine = InProcessEngine(self.backbone, clients, self.config, console)
+        return Workspace(self.config, self.data, self.backbone, engine, validation, test, labels)
+
+
+def prepare(config: Config, console: Console) -> Prepared:
+    """Load data and backbone, tokenise, and complain about whatever is wrong."""
+    data = load_data(config)
+    for note in data.notes:
+        console.say(f"note: {note}")
+    backbone = load_backbone(config.backbone)
+    backbone.linear_layers(config.experts.target_modules)
+    if backbone.note:
+        console.say(f"note: {backbone.name}: {backbone.note}.")
+    groups = [
+        encode(backbone, rows, config.data.long_answers, console)
+        for rows in [*data.clients.values(), data.validation, data.test]
+    ]
+    for name, (rows, _) in zip([*data.clients, "validation", "test"], groups, strict=True):
+        if not rows:
+            raise UserError(
+                f"{name!r} is empty after rows with too long answers were dropped; raise backbone.max_length."
+            )
+    truncated = sum(e.prompt.truncated or len(e.prompt.ids) > e.answer_start for _, es in groups for e in es)
+    if truncated:
+        console.warn(
+            f"{truncated} prompts exceed backbone.max_length={config.backbone.max_length} and lose their beginning."
+        )
+    return Prepared(config, data, backbone, groups)
+
+
+def encode(
+    backbone: Backbone, rows: Sequence[Example], long_answers: str, console: Console
+) -> tuple[list[Example], list[Encoded]]:
+    """Tokenise; a row whose answer leaves no room is an error, or is dropped and counted."""
+    try:
+        return list(rows), backbone.prompts.encode(rows)
+    except LongAnswer:
+        if long_answers == "error":
+            raise
+    kept = []
+    for row in rows:
+        try:
+            kept.append((row, backbone.prompts.encode([row])[0]))
+        except LongAnswer:
+            continue
+    console.warn(f"{len(rows) - len(kept)} rows were dropped because their answers leave no room for a prompt.")
+    return [row for row, _ in kept], [encoded for _, encoded in kept]
+
+
+def held_out(examples: list[Example], encoded: list[Encoded], features: torch.Tensor) -> TestSet:
+    return TestSet(
+        encoded,
+        features,
+        [e.task for e in examples],
+        [e.response for e in examples],
+        [e.origin for e in examples],
+    )

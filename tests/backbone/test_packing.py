@@ -1,0 +1,50 @@
+"""Packed passes equal one-by-one passes of the model as transformers ships it."""
+
+import numpy as np
+import pytest
+import torch
+
+from fedweave.backbone.packing import pack, token_budget_batches
+from tests.conftest import FAMILIES
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_packed_hidden_states_equal_each_sequence_alone(backbone_of, family):
+    backbone = backbone_of(family)
+    rng = np.random.default_rng(1)
+    rows = [rng.integers(4, len(backbone.tokenizer), n).astype(np.int32) for n in (5, 17, 1, 12, 30)]
+    packed = pack([rows[:2], rows[2:]], backbone.device)
+    with torch.no_grad():
+        hidden = backbone.hidden(packed)
+        with backbone.decoding() as model:
+            alone = [model.base_model(torch.from_numpy(r).long()[None]).last_hidden_state[0] for r in rows]
+    torch.testing.assert_close(hidden, torch.cat(alone), atol=2e-5, rtol=1e-4)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_packed_gradients_equal_each_sequence_alone(backbone_of, family):
+    """Garbage beyond a short sequence's end must not leak into gradients either."""
+    backbone = backbone_of(family)
+    embed = backbone.model.get_input_embeddings().weight
+    rng = np.random.default_rng(2)
+    rows = [rng.integers(4, len(backbone.tokenizer), n).astype(np.int32) for n in (3, 14, 9)]
+    direction = torch.randn(sum(map(len, rows)), backbone.width, generator=torch.Generator().manual_seed(0))
+    embed.requires_grad_()
+    try:
+        packed = pack([rows], backbone.device)
+        (backbone.hidden(packed) * direction).sum().backward()
+        together, embed.grad = embed.grad.clone(), None
+        with backbone.decoding() as model:
+            for row, part in zip(rows, direction.split([len(r) for r in rows]), strict=True):
+                (model.base_model(torch.from_numpy(row).long()[None]).last_hidden_state[0] * part).sum().backward()
+        torch.testing.assert_close(together, embed.grad, atol=1e-4, rtol=1e-3)
+    finally:
+        embed.requires_grad_(False)
+        embed.grad = None
+
+
+def test_token_budget_batches_cover_everything_once_within_budget():
+    lengths = [5, 100, 3, 40, 40, 7, 1]
+    batches = token_budget_batches(lengths, budget=60)
+    assert sorted(i for b in batches for i in b) == list(range(len(lengths)))
+    assert all(sum(lengths[i] for i in b) <= 60 or len(b) == 1 for b in batches)
