@@ -47,8 +47,12 @@ FAMILIES = {
     "qwen2": lambda v: Qwen2Config(vocab_size=v, **{k: x for k, x in SHAPE.items() if k != "head_dim"}),
     # windows of 8 tokens and real soft-caps, so that getting either wrong shows
     "gemma2": lambda v: Gemma2Config(
-        vocab_size=v, sliding_window=8, attn_logit_softcapping=2.0, final_logit_softcapping=5.0,
-        query_pre_attn_scalar=8, **SHAPE,
+        vocab_size=v,
+        sliding_window=8,
+        attn_logit_softcapping=2.0,
+        final_logit_softcapping=5.0,
+        query_pre_attn_scalar=8,
+        **SHAPE,
     ),
     "gemma3": lambda v: Gemma3TextConfig(vocab_size=v, sliding_window=8, query_pre_attn_scalar=8, **SHAPE),
 }
@@ -63,8 +67,13 @@ def tokenizer() -> PreTrainedTokenizerFast:
     bpe.decoder = decoders.ByteLevel()
     special = ["<pad>", "<eos>", "<|start|>", "<|end|>"]
     bpe.train_from_iterator(
-        text, trainers.BpeTrainer(vocab_size=500, special_tokens=special,
-                                  initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), show_progress=False)
+        text,
+        trainers.BpeTrainer(
+            vocab_size=500,
+            special_tokens=special,
+            initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+            show_progress=False,
+        ),
     )
     return PreTrainedTokenizerFast(tokenizer_object=bpe, pad_token="<pad>", eos_token="<eos>")
 
@@ -72,7 +81,9 @@ def tokenizer() -> PreTrainedTokenizerFast:
 @pytest.fixture(scope="session")
 def chat_tokenizer(tokenizer) -> PreTrainedTokenizerFast:
     chat = PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer._tokenizer, pad_token="<pad>", eos_token="<eos>",
+        tokenizer_object=tokenizer._tokenizer,
+        pad_token="<pad>",
+        eos_token="<eos>",
         additional_special_tokens=["<|start|>", "<|end|>"],
     )
     chat.chat_template = TEMPLATE
@@ -108,7 +119,9 @@ def backbone_of(model_folder):
 
     def make(family: str = "llama") -> Backbone:
         if family not in made:
-            made[family] = load_backbone(BackboneConfig(model=str(model_folder(family)), device="cpu", max_length=128))
+            made[family] = load_backbone(
+                BackboneConfig(model=str(model_folder(family)), device="cpu", max_length=128)
+            )
         return made[family]
 
     return make

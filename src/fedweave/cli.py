@@ -9,13 +9,20 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import fedweave
-from fedweave.config import describe, dump_config, find_recipe, load_config, recipe_names
-from fedweave.console import Console, table
+from fedweave.config import Config, dump_config, find_recipe, load_config, recipe_names
+from fedweave.console import Console
 from fedweave.errors import UserError
+from fedweave.settings import describe
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    arguments = _parser().parse_args(argv)
+    parser = _parser()
+    arguments, extra = parser.parse_known_args(argv)
+    # argparse takes no positionals after an option; overrides may stand anywhere
+    if extra and hasattr(arguments, "overrides") and all("=" in e and not e.startswith("-") for e in extra):
+        arguments.overrides += extra
+    elif extra:
+        parser.error(f"unrecognized arguments: {' '.join(extra)}")
     console = Console(quiet=getattr(arguments, "quiet", False))
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "true")
     try:
@@ -150,7 +157,7 @@ def _config(arguments: argparse.Namespace, console: Console) -> None:
     if arguments.recipe:
         print(dump_config(load_config(arguments.recipe, arguments.overrides)), end="")
         return
-    for key, default, doc in describe():
+    for key, default, doc in describe(Config):
         print(f"{key} = {default}\n    {doc}")
 
 
@@ -164,8 +171,6 @@ def _copy(arguments: argparse.Namespace, console: Console) -> None:
         raise UserError(f"{arguments.target} cannot be written: {error.strerror}.") from None
     console.say(f"{arguments.target} written; run it with `fedweave run {arguments.target}`.")
 
-
-__all__ = ["main", "table"]
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -6,9 +6,7 @@ one sentence before anything loads, and so that ``fedweave config`` can print th
 
 from __future__ import annotations
 
-import dataclasses
-import types
-import typing
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -16,13 +14,9 @@ from typing import Any, Literal
 import yaml
 
 from fedweave.errors import UserError, nearest
+from fedweave.settings import build, insert, read_yaml, read_yaml_value, setting, to_tree
 
 RECIPES = Path(__file__).parent / "recipes"
-
-
-def setting(default: Any, doc: str, *, low: float | None = None, high: float | None = None) -> Any:
-    """A config field with its documentation and, for numbers, its closed range."""
-    return field(default=default, metadata={"doc": doc, "low": low, "high": high})
 
 
 @dataclass(frozen=True)
@@ -146,6 +140,7 @@ class TrainingConfig:
     clients_per_step: int | Literal["auto"] = setting(
         "auto", "Clients trained in one forward and backward pass; bounds memory, never changes results."
     )
+    cuda_graphs: bool = setting(True, "Record a training step once and replay it (CUDA); false for debugging.")
 
 
 @dataclass(frozen=True)
@@ -162,7 +157,9 @@ class EvaluationConfig:
     rouge: Literal["rouge-score", "paper"] = setting(
         "rouge-score", "ROUGE as the rouge-score package counts it, or as the authors' release does."
     )
-    batch_size: int = setting(64, "Prompts decoded together.", low=1)
+    batch_size: int | Literal["auto"] = setting(
+        "auto", "Prompts decoded together; auto is 400 on CUDA, 32 on a CPU."
+    )
     max_new_tokens: int = setting(64, "Longest answer for tasks that do not set their own.", low=1)
 
 
@@ -183,25 +180,21 @@ class Config:
     evaluation: EvaluationConfig = field(default_factory=EvaluationConfig)
 
 
-# --------------------------------------------------------------------------------------------------
-# Reading
-
-
-def load_config(recipe: str | Path, overrides: typing.Sequence[str] = ()) -> Config:
+def load_config(recipe: str | Path, overrides: Sequence[str] = ()) -> Config:
     """Defaults, then the recipe (a name or a YAML file), then ``key.path=value`` overrides."""
     path = find_recipe(recipe)
-    tree = _read_yaml(path.read_text(encoding="utf-8"), str(path))
+    tree = read_yaml(path.read_text(encoding="utf-8"), str(path))
     for item in overrides:
         key, equals, text = item.partition("=")
         if not equals or not key:
             raise UserError(f"override {item!r} is not of the form key=value, as in training.rounds=5.")
-        _insert(tree, key.strip(), _read_yaml_value(text, key))
+        insert(tree, key.strip(), read_yaml_value(text, key))
     return from_tree(tree)
 
 
 def from_tree(tree: dict[str, Any]) -> Config:
     """Build and check a config from plain nested dictionaries."""
-    config = _build(Config, tree, "")
+    config = build(Config, tree)
     _check_together(config)
     return config
 
@@ -224,150 +217,8 @@ def recipe_names() -> list[str]:
     return sorted(p.stem for p in RECIPES.glob("*.yaml"))
 
 
-def to_tree(config: Any) -> dict[str, Any]:
-    """Plain nested dictionaries, ready for YAML or JSON."""
-    return {
-        f.name: to_tree(v) if dataclasses.is_dataclass(v) else list(v) if isinstance(v, tuple) else v
-        for f in dataclasses.fields(config)
-        for v in [getattr(config, f.name)]
-    }
-
-
 def dump_config(config: Config) -> str:
     return yaml.safe_dump(to_tree(config), sort_keys=False, allow_unicode=True)
-
-
-def describe(cls: type = Config, prefix: str = "") -> list[tuple[str, str, str]]:
-    """(key, default, documentation) of every key, in order: the config reference."""
-    rows = []
-    for f in dataclasses.fields(cls):
-        nested = _nested(f)
-        if nested:
-            rows += describe(nested, f"{prefix}{f.name}.")
-        else:
-            default = list(f.default) if isinstance(f.default, tuple) else f.default
-            rows.append(
-                (
-                    prefix + f.name,
-                    yaml.safe_dump(default, default_flow_style=True).split("\n")[0],
-                    f.metadata["doc"],
-                )
-            )
-    return rows
-
-
-# --------------------------------------------------------------------------------------------------
-# Checking
-
-
-def _read_yaml(text: str, where: str) -> dict[str, Any]:
-    try:
-        tree = yaml.safe_load(text)
-    except yaml.YAMLError as error:
-        mark = getattr(error, "problem_mark", None)
-        line = f", line {mark.line + 1}" if mark else ""
-        raise UserError(f"{where}{line} is not valid YAML: {getattr(error, 'problem', error)}.") from None
-    if tree is None:
-        return {}
-    if not isinstance(tree, dict):
-        raise UserError(f"{where} must hold keys and values, not a {type(tree).__name__}.")
-    return tree
-
-
-def _read_yaml_value(text: str, key: str) -> Any:
-    try:
-        return yaml.safe_load(text)
-    except yaml.YAMLError:
-        raise UserError(f"the value of {key} is not valid YAML: {text!r}.") from None
-
-
-def _insert(tree: dict[str, Any], key: str, value: Any) -> None:
-    *parents, last = key.split(".")
-    for name in parents:
-        tree = tree.setdefault(name, {})
-        if not isinstance(tree, dict):
-            raise UserError(f"{key!r} is no config key: {name!r} has no keys below it.")
-    tree[last] = value
-
-
-def _nested(f: dataclasses.Field) -> type | None:
-    factory = f.default_factory
-    return factory if isinstance(factory, type) and dataclasses.is_dataclass(factory) else None
-
-
-def _build(cls: type, tree: Any, prefix: str) -> Any:
-    if not isinstance(tree, dict):
-        raise UserError(f"{prefix.rstrip('.')} must hold keys and values, not {tree!r}.")
-    fields = {f.name: f for f in dataclasses.fields(cls)}
-    hints = typing.get_type_hints(cls)
-    values = {}
-    for name, value in tree.items():
-        key = f"{prefix}{name}"
-        if name not in fields:
-            raise UserError(f"unknown config key {key!r}: {_hint(str(name), prefix, list(fields))}")
-        nested = _nested(fields[name])
-        if nested:
-            values[name] = _build(nested, value if value is not None else {}, f"{key}.")
-        else:
-            values[name] = _convert(value, hints[name], key, fields[name].metadata)
-    return cls(**values)
-
-
-def _hint(name: str, prefix: str, siblings: list[str]) -> str:
-    """The nearest sibling; failing that, a key of the same name elsewhere in the tree."""
-    elsewhere = [key for key, _, _ in describe() if key.split(".")[-1] == name]
-    if elsewhere:
-        return f"did you mean {' or '.join(map(repr, sorted(elsewhere, key=len)))}?"
-    return nearest(name, siblings) if not prefix else nearest(prefix + name, [prefix + s for s in siblings])
-
-
-def _convert(value: Any, hint: Any, key: str, limits: typing.Mapping[str, Any]) -> Any:
-    """Coerce one value to its declared type, or say in one sentence why not."""
-    origin, args = typing.get_origin(hint), typing.get_args(hint)
-    if origin is Literal:
-        if value not in args:
-            raise UserError(f"{key}={value!r} is not allowed: {nearest(str(value), [str(a) for a in args])}")
-        return value
-    if origin in (types.UnionType, typing.Union):
-        if value is None and type(None) in args:
-            return None
-        problem = None
-        for option in args:
-            if option is not type(None):
-                try:
-                    return _convert(value, option, key, limits)
-                except UserError as error:
-                    problem = problem or error
-        raise problem or UserError(f"{key}={value!r} is not allowed.")
-    if origin is tuple:
-        items = [value] if isinstance(value, str) else value
-        if not isinstance(items, list | tuple) or not items or not all(isinstance(v, str) for v in items):
-            raise UserError(f"{key} must be a list of names, as in [q_proj, v_proj], not {value!r}.")
-        return tuple(items)
-    if hint is bool:
-        if not isinstance(value, bool):
-            raise UserError(f"{key} must be true or false, not {value!r}.")
-        return value
-    if hint in (int, float):
-        return _number(value, hint, key, limits)
-    if not isinstance(value, str):
-        raise UserError(f"{key} must be text, not {value!r}.")
-    return value
-
-
-def _number(value: Any, hint: type, key: str, limits: typing.Mapping[str, Any]) -> int | float:
-    kind = "a whole number" if hint is int else "a number"
-    try:  # YAML reads 1e-4 as text
-        number = float(value) if not isinstance(value, bool) else None
-    except (TypeError, ValueError):
-        number = None
-    if number is None or number != number or (hint is int and number != int(number)):
-        raise UserError(f"{key} must be {kind}, not {value!r}.")
-    low, high = limits.get("low"), limits.get("high")
-    if (low is not None and number < low) or (high is not None and number > high):
-        between = f"at least {low:g}" if high is None else f"between {low:g} and {high:g}"
-        raise UserError(f"{key} must be {between}, not {value!r}.")
-    return hint(number)
 
 
 def _check_together(config: Config) -> None:
@@ -377,8 +228,12 @@ def _check_together(config: Config) -> None:
         raise UserError("data.source=jsonl needs data.path: a folder with one JSONL file per client.")
     if data.source == "sample" and data.path:
         raise UserError("data.path is not used by data.source=sample; set data.source=jsonl or paper.")
-    if training.clients_per_step != "auto" and int(training.clients_per_step) < 1:
-        raise UserError("training.clients_per_step must be auto or at least 1.")
+    for key, value in (
+        ("training.clients_per_step", training.clients_per_step),
+        ("evaluation.batch_size", config.evaluation.batch_size),
+    ):
+        if value != "auto" and int(value) < 1:
+            raise UserError(f"{key} must be auto or at least 1, not {value}.")
     if training.participation > 1 and training.participation != int(training.participation):
         raise UserError("training.participation above 1 is a count of clients and must be a whole number.")
     from fedweave.methods import METHODS

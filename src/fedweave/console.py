@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import time
+from collections import defaultdict
 from collections.abc import Sequence
 from typing import TextIO
 
@@ -13,8 +14,9 @@ from tqdm import tqdm
 class Progress:
     """One long phase. On a terminal a bar; in a file or a pipe a line at most every few seconds."""
 
-    def __init__(self, label: str, total: int, unit: str, stream: TextIO | None, transient: bool = False):
-        self.label, self.total, self.unit, self.stream = label, total, unit, stream
+    def __init__(self, label: str, total: int, unit: str, console: Console, transient: bool = False):
+        self.label, self.total, self.unit, self.console = label, total, unit, console
+        self.stream = stream = console.stream
         self.transient = transient  # a phase within a phase leaves no closing line
         self.done, self.note = 0, ""
         self.start = self.last = time.monotonic()
@@ -31,6 +33,7 @@ class Progress:
             self._line()
 
     def close(self) -> None:
+        self.console.spent[self.label.rstrip(" 0123456789")] += time.monotonic() - self.start
         if self.bar is not None:
             self.bar.close()
         if not self.transient:
@@ -48,6 +51,7 @@ class Console:
 
     def __init__(self, quiet: bool = False, stream: TextIO | None = None):
         self.stream = None if quiet else stream or sys.stderr
+        self.spent: dict[str, float] = defaultdict(float)  # seconds of every finished phase, by label
 
     def say(self, text: str = "") -> None:
         if self.stream is not None:
@@ -57,7 +61,7 @@ class Console:
         self.say(f"warning: {text}")
 
     def progress(self, label: str, total: int, unit: str, transient: bool = False) -> Progress:
-        return Progress(label, total, unit, self.stream, transient)
+        return Progress(label, total, unit, self, transient)
 
 
 def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:

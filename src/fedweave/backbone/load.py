@@ -55,12 +55,27 @@ class Backbone:
         text = json.dumps([self.weights_hash, vocabulary, self.prompts.settings()], sort_keys=True)
         return hashlib.sha256(text.encode()).hexdigest()[:32]
 
-    def hidden(self, packed: Packed) -> torch.Tensor:
-        """Last hidden states after the final norm, [T, d]."""
+    def hidden(self, packed: Packed, cache: Any = None) -> torch.Tensor:
+        """Last hidden states after the final norm, [T, d]; a cache keeps every layer's keys and values."""
         out = self.model.base_model(
-            input_ids=packed.ids, position_ids=packed.positions, use_cache=False, packed=packed
+            input_ids=packed.ids,
+            position_ids=packed.positions,
+            past_key_values=cache,
+            use_cache=cache is not None,
+            packed=packed,
         )
         return out.last_hidden_state[0]
+
+    def next_hidden(self, ids: torch.Tensor, positions: torch.Tensor, cache: Any) -> torch.Tensor:
+        """One decoding step: newest tokens [rows] at their positions [rows] to hidden states [rows, d]."""
+        out = self.model.base_model(
+            input_ids=ids[:, None],
+            position_ids=positions[:, None],
+            past_key_values=cache,
+            use_cache=True,
+            last=positions,
+        )
+        return out.last_hidden_state[:, 0]
 
     @contextmanager
     def decoding(self) -> Iterator[Any]:

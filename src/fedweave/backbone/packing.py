@@ -7,7 +7,7 @@
 Everything but attention treats tokens alone, so a packed row costs what its real tokens cost. Attention is
 reached through transformers' attention interface under the name ``fedweave_packed``: on CUDA one
 variable-length flash kernel, elsewhere a gather into a right-padded block where causality alone keeps the
-padding out of sight.
+padding out of sight. The same function serves decoding, where one new token per row looks at a key-value cache.
 """
 
 from __future__ import annotations
@@ -33,6 +33,12 @@ _VARLEN_ARGUMENTS = set(inspect.signature(_varlen).parameters) if _varlen else s
 ATTENTION = "fedweave_packed"
 
 
+def to_device(array: np.ndarray, device: torch.device, dtype: torch.dtype = torch.long) -> torch.Tensor:
+    """Send an array without making the host wait."""
+    tensor = torch.from_numpy(np.ascontiguousarray(array)).to(dtype)
+    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor
+
+
 @dataclass
 class Packed:
     """Token rows and the bookkeeping that attention and experts need; S sequences, T tokens, K lanes."""
@@ -44,7 +50,6 @@ class Packed:
     longest: int
     lane_ends: torch.Tensor  # [K] int32, where each lane's tokens end
     lane_lengths: list[int]  # the same on the host, as lengths
-    lane_of_sequence: list[int]
 
     @property
     def tokens(self) -> int:
@@ -54,30 +59,35 @@ class Packed:
     def starts(self) -> torch.Tensor:  # [S]
         return self.boundaries[:-1]
 
+    @classmethod
+    def of(
+        cls,
+        ids: np.ndarray,  # [T] sequences end to end, lane by lane
+        lengths: np.ndarray,  # [S]
+        lane_lengths: list[int],
+        device: torch.device,
+        longest: int | None = None,  # an upper bound, where shapes must not change
+    ) -> Packed:
+        ends = np.cumsum(lengths)
+        sequence = np.repeat(np.arange(len(lengths)), lengths)
+        positions = np.arange(len(ids)) - np.repeat(ends - lengths, lengths)
+
+        return cls(
+            ids=to_device(ids, device)[None],
+            positions=to_device(positions, device)[None],
+            sequence=to_device(sequence, device),
+            boundaries=to_device(np.concatenate([[0], ends]), device, torch.int32),
+            longest=longest or int(lengths.max()),
+            lane_ends=to_device(np.cumsum(lane_lengths), device, torch.int32),
+            lane_lengths=lane_lengths,
+        )
+
 
 def pack(lanes: Sequence[Sequence[np.ndarray]], device: torch.device) -> Packed:
     """Lay the sequences of every lane end to end. A lane is a client (or a bucket) with its own adapters."""
     rows = [row for lane in lanes for row in lane]
-    lengths = np.array([len(row) for row in rows])
-    ends = np.cumsum(lengths)
     lane_lengths = [int(sum(len(row) for row in lane)) for lane in lanes]
-    sequence = np.repeat(np.arange(len(rows)), lengths)
-    positions = np.arange(ends[-1]) - np.repeat(ends - lengths, lengths)
-
-    def to(array: np.ndarray, dtype: torch.dtype) -> torch.Tensor:
-        tensor = torch.from_numpy(np.ascontiguousarray(array)).to(dtype)
-        return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor
-
-    return Packed(
-        ids=to(np.concatenate(rows), torch.long)[None],
-        positions=to(positions, torch.long)[None],
-        sequence=to(sequence, torch.long),
-        boundaries=to(np.concatenate([[0], ends]), torch.int32),
-        longest=int(lengths.max()),
-        lane_ends=to(np.cumsum(lane_lengths), torch.int32),
-        lane_lengths=lane_lengths,
-        lane_of_sequence=[k for k, lane in enumerate(lanes) for _ in lane],
-    )
+    return Packed.of(np.concatenate(rows), np.array([len(row) for row in rows]), lane_lengths, device)
 
 
 def token_budget_batches(lengths: Sequence[int], budget: int) -> list[list[int]]:
@@ -103,9 +113,16 @@ def packed_attention(
     sliding_window: int | None = None,
     softcap: float | None = None,
     packed: Packed | None = None,
+    last: torch.Tensor | None = None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
-    """Causal attention within each packed sequence; returns [1, T, heads, D]."""
+    """Causal attention within each packed sequence; returns [1, T, heads, D].
+
+    With ``last`` [rows], the position of each row's newest token, it is one step of decoding instead: query
+    [rows, heads, 1, D] against a cache [rows, kv_heads, L, D].
+    """
+    if last is not None:
+        return _decode(query, key, value, last, scaling, sliding_window, softcap).transpose(1, 2), None
     if packed is None:
         raise RuntimeError("this decoder does not hand the packing on to its attention layers")
     window = sliding_window if sliding_window and sliding_window < packed.longest else None
@@ -149,31 +166,42 @@ def _padded(
     if window is None and softcap is None:  # q, k, v [S, heads, L, D]
         out = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale, enable_gqa=True)
     else:
-        out = _explicit(q, k, v, steps, scale, window, softcap)
+        distance = steps[:, None] - steps[None, :]
+        hidden = (distance < 0) | (distance >= (window or length))
+        out = _capped(q, k, v, hidden, scale, softcap)
     real = packed.sequence * length + packed.positions[0]  # [T]
     return out.transpose(1, 2).flatten(0, 1).index_select(0, real)  # [T, heads, D]
 
 
-def _explicit(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    steps: torch.Tensor,
-    scale: float,
+def _capped(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, hidden: torch.Tensor, scale: float, softcap: float | None
+) -> torch.Tensor:
+    """Scores written out, for the soft-cap that fused kernels ignore; ``hidden`` marks keys out of sight."""
+    groups = q.shape[1] // k.shape[1]
+    k, v = (x.repeat_interleave(groups, dim=1) for x in (k, v))
+    scores = (q @ k.transpose(-1, -2)).float() * scale  # [S, heads, queries, keys]
+    if softcap is not None:
+        scores = softcap * torch.tanh(scores / softcap)
+    return scores.masked_fill(hidden, float("-inf")).softmax(-1).to(q.dtype) @ v
+
+
+def _decode(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    last: torch.Tensor,
+    scaling: float | None,
     window: int | None,
     softcap: float | None,
 ) -> torch.Tensor:
-    """Scores written out, for the soft-cap and the sliding window that fused kernels ignore."""
-    groups = q.shape[1] // k.shape[1]
-    k, v = (x.repeat_interleave(groups, dim=1) for x in (k, v))
-    scores = (q @ k.transpose(-1, -2)).float() * scale  # [S, heads, L, L]
-    if softcap is not None:
-        scores = softcap * torch.tanh(scores / softcap)
-    distance = steps[:, None] - steps[None, :]
-    hidden = distance < 0
-    if window is not None:
-        hidden = hidden | (distance >= window)
-    return scores.masked_fill(hidden, float("-inf")).softmax(-1).to(q.dtype) @ v
+    distance = last[:, None] - torch.arange(key.shape[2], device=key.device)  # [rows, L]
+    seen = distance >= 0
+    if window:
+        seen = seen & (distance < window)
+    seen = seen[:, None, None]  # [rows, 1, 1, L]
+    if softcap is None:
+        return F.scaled_dot_product_attention(query, key, value, seen, scale=scaling, enable_gqa=True)
+    return _capped(query, key, value, ~seen, scaling or query.shape[-1] ** -0.5, softcap)
 
 
 def register() -> None:

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import os
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 import numpy as np
 from sklearn.cluster import AgglomerativeClustering, KMeans, SpectralClustering
-from sklearn.metrics import silhouette_score
+from sklearn.metrics import pairwise_distances, silhouette_score
+from threadpoolctl import threadpool_limits
 
 from fedweave.config import DiscoveryConfig
 
@@ -37,6 +40,10 @@ def spectral(points: np.ndarray, k: int, seed: int, restarts: int) -> np.ndarray
 CLUSTERERS: dict[str, Clusterer] = {"kmeans": kmeans, "agglomerative": agglomerative, "spectral": spectral}
 
 
+_HELD_DISTANCES = 4096
+_NUMBERS_PER_THREAD = 1_000_000  # fewer than that, and threads spend their time waiting for each other
+
+
 @dataclass
 class Buckets:
     """A client's buckets B(i,c) as index arrays, and how their count was chosen."""
@@ -63,14 +70,41 @@ def discover_buckets(features: np.ndarray, config: DiscoveryConfig, seed: int) -
     distinct = len(np.unique(points.round(6), axis=0))
     if distinct < 2:
         return Buckets(everything, {}, "all prompts are identical")
+    # Distances serve every candidate, unless there are too many points to hold them.
+    distances = pairwise_distances(points) if n <= _HELD_DISTANCES else None
     best, silhouettes = None, {}
     for k in range(2, min(config.max_buckets, n - 1, distinct) + 1):
         labels = CLUSTERERS[config.clusterer](points, k, seed, config.restarts)
         if len(np.unique(labels)) < 2:
             continue
-        silhouettes[k] = float(silhouette_score(points, labels))
+        silhouettes[k] = float(
+            silhouette_score(points, labels)
+            if distances is None
+            else silhouette_score(distances, labels, metric="precomputed")
+        )
         if best is None or silhouettes[k] > silhouettes[best[0]]:  # ties keep the smaller count
             best = (k, labels)
     if best is None:
         return Buckets(everything, silhouettes, "the clusterer found no two groups")
     return Buckets([np.flatnonzero(best[1] == c) for c in np.unique(best[1])], silhouettes)
+
+
+def discover_all(
+    features: Sequence[np.ndarray],
+    config: DiscoveryConfig,
+    seeds: Sequence[int],
+    on_done: Callable[[], None] = lambda: None,
+) -> list[Buckets]:
+    """Many clients at once. Small problems run one thread each, side by side (ten times faster than the default,
+    where every small k-means wakes all cores); a single large one gets all cores."""
+    cores = os.cpu_count() or 1
+    largest = max(f.size for f in features)
+    threads = max(1, min(cores // len(features), largest // _NUMBERS_PER_THREAD))
+
+    def one(job: tuple[np.ndarray, int]) -> Buckets:
+        buckets = discover_buckets(job[0], config, job[1])
+        on_done()
+        return buckets
+
+    with threadpool_limits(threads), ThreadPoolExecutor(max(1, cores // threads)) as pool:
+        return list(pool.map(one, zip(features, seeds, strict=True)))

@@ -10,7 +10,7 @@ import torch
 
 from fedweave.experts.dropout import stream_key
 from fedweave.experts.layout import AdapterLayout
-from fedweave.training.lockstep import ClientData, Lane
+from fedweave.training.batch import ClientData, Lane
 from fedweave.training.schedule import bucket_batches
 
 

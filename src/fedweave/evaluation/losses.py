@@ -12,7 +12,6 @@ from fedweave.backbone.prompts import Encoded
 from fedweave.console import Progress
 from fedweave.experts.layout import AdapterLayout
 from fedweave.experts.mixture import Mixture
-from fedweave.training.lockstep import answer_positions
 from fedweave.training.loss import token_nll
 
 
@@ -47,8 +46,10 @@ def example_losses(
                 token_gates = gates[batch].to(backbone.device).index_select(0, packed.sequence)[None]  # [1, T, M]
             with mixture.active(weights, token_gates):
                 hidden = backbone.hidden(packed)
-        source, target, sequence = answer_positions(rows, packed)
-        nll = token_nll(hidden.index_select(0, source), backbone.head, target, backbone.softcap)
+        first = torch.tensor([e.answer_start for e in rows], device=backbone.device)[packed.sequence]  # [T]
+        answer = (packed.positions[0] >= first).nonzero()[:, 0]  # [n] positions of answer tokens
+        sequence, target = packed.sequence[answer], packed.ids[0, answer]
+        nll = token_nll(hidden.index_select(0, answer - 1), backbone.head, target, backbone.softcap)
         sums = torch.zeros(len(batch), device=nll.device).index_add(0, sequence, nll)
         losses[batch] = (sums / torch.bincount(sequence, minlength=len(batch))).cpu()
         if progress:

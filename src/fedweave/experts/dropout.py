@@ -43,12 +43,12 @@ class DropoutKeys:
 
 
 def _avalanche(x: torch.Tensor) -> torch.Tensor:
-    """Mix 32-bit integers in place so that every input bit moves every output bit."""
+    """Mix 32-bit integers in place. It ends with a multiplication, so the high bits, which the comparison with a
+    threshold reads, depend on every input bit."""
     x ^= x >> 16
     x *= _MULTIPLY_1
     x ^= x >> 15
     x *= _MULTIPLY_2
-    x ^= x >> 16
     return x
 
 

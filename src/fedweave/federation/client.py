@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import torch
 
-from fedweave.training.lockstep import ClientData
+from fedweave.training.batch import ClientData
 
 
 @dataclass

@@ -13,13 +13,14 @@ import torch
 from fedweave.backbone.load import Backbone
 from fedweave.config import Config
 from fedweave.console import Console
-from fedweave.discovery.clusterers import Buckets, discover_buckets
+from fedweave.discovery.clusterers import Buckets, discover_all
 from fedweave.experts.dropout import stream_key
 from fedweave.experts.layout import AdapterLayout
 from fedweave.experts.mixture import Mixture
 from fedweave.federation.client import Client
 from fedweave.router.mlp import RouterLayout
-from fedweave.training.lockstep import Lane, LaneResult, LockstepTrainer, choose_lanes_per_step
+from fedweave.training.batch import Lane
+from fedweave.training.lockstep import LaneResult, LockstepTrainer, choose_lanes_per_step
 
 
 class InProcessEngine:
@@ -29,6 +30,7 @@ class InProcessEngine:
         self.backbone, self.clients, self.config, self.console = backbone, clients, config, console
         self.layers = backbone.linear_layers(config.experts.target_modules)
         self._mixture: Mixture | None = None
+        self._trainer: LockstepTrainer | None = None
 
     @property
     def device(self) -> torch.device:
@@ -47,17 +49,15 @@ class InProcessEngine:
     def detach(self) -> None:
         if self._mixture is not None:
             self._mixture.detach()
-            self._mixture = None
+            self._mixture = self._trainer = None
 
     def discover(self) -> list[Buckets]:
         """Every client clusters its own features."""
         progress = self.console.progress("clustering", len(self.clients), "clients")
-        found = []
-        for client in self.clients:
-            # scikit-learn takes 32-bit seeds
-            seed = stream_key("clusters", self.config.seed, client.index) % 2**32
-            found.append(discover_buckets(client.data.features.numpy(), self.config.discovery, seed))
-            progress.advance()
+        # scikit-learn takes 32-bit seeds
+        seeds = [stream_key("clusters", self.config.seed, client.index) % 2**32 for client in self.clients]
+        features = [client.data.features.numpy() for client in self.clients]
+        found = discover_all(features, self.config.discovery, seeds, progress.advance)
         progress.close()
         return found
 
@@ -70,11 +70,19 @@ class InProcessEngine:
         transient: bool = False,
     ) -> Iterator[LaneResult]:
         """Train lanes and hand their results out one by one, in order."""
-        trainer = LockstepTrainer(
-            self.backbone, self.mixture(layout), router, self.config.training, self.config.experts.dropout
-        )
+        trainer = self._trainer_for(layout, router)
         group = choose_lanes_per_step(self.backbone, lanes, self.config.training.clients_per_step)
         steps = sum(len(lane.schedule) for lane in lanes)
         progress = self.console.progress(label, steps, "steps", transient)
         yield from trainer.train(lanes, group, progress.advance)
         progress.close()
+
+    def _trainer_for(self, layout: AdapterLayout, router: RouterLayout | None) -> LockstepTrainer:
+        """The trainer of this layout, kept over rounds together with what it has recorded."""
+        mixture = self.mixture(layout)
+        if self._trainer is None or self._trainer.mixture is not mixture or self._trainer.router != router:
+            config = self.config
+            self._trainer = LockstepTrainer(
+                self.backbone, mixture, router, config.training, config.experts.dropout, config.router.lr
+            )
+        return self._trainer

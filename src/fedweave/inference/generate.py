@@ -1,16 +1,53 @@
-"""Greedy generation with routed experts: prompts that need different experts share one batch."""
+"""Greedy generation with routed experts: prompts that need different experts decode in one batch.
+
+Prompts are read in one packed, padding-free pass that fills a preallocated key-value cache; every row of the
+cache starts at column 0, so no row is padded on the left. Each further step is one token per row. On CUDA the
+step is captured once as a graph and replayed, since at this size launching kernels costs more than running them.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 
 from fedweave.backbone.load import Backbone
+from fedweave.backbone.packing import Packed, pack
 from fedweave.backbone.prompts import EncodedPrompt
 from fedweave.console import Progress
 from fedweave.evaluation.losses import serving_weights
 from fedweave.experts.mixture import Mixture
+
+_CHECK_EVERY = 16  # steps between two looks at whether every row has ended; a look stalls the device
+
+
+class RowCache:
+    """Keys and values of a batch, [rows, kv_heads, L, D] per layer, in the interface that transformers calls."""
+
+    def __init__(self, rows: int, length: int, packed: Packed):
+        self.rows, self.length = rows, length
+        self.packed: Packed | None = packed  # set while prompts are read
+        self.positions = torch.empty(0)  # [rows] where the next token goes
+        self.layers: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+
+    def update(
+        self, key: torch.Tensor, value: torch.Tensor, layer: int, *args: object, **kwargs: object
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        if self.packed is not None:  # prompts: keep them by row, hand the packed ones on
+            shape = (self.rows, key.shape[1], self.length, key.shape[3])
+            self.layers[layer] = (key.new_zeros(shape), value.new_zeros(shape))
+            row, column = self.packed.sequence, self.packed.positions[0]
+            for store, new in zip(self.layers[layer], (key, value), strict=True):
+                store[row, :, column] = new[0].transpose(0, 1)
+            return key, value
+        keys, values = self.layers[layer]
+        row = torch.arange(self.rows, device=key.device)
+        keys[row, :, self.positions] = key[:, :, 0]
+        values[row, :, self.positions] = value[:, :, 0]
+        return keys, values
+
+    def get_seq_length(self, layer: int = 0) -> int:
+        return 0  # positions are always given explicitly
 
 
 @torch.no_grad()
@@ -21,54 +58,106 @@ def generate(
     mixture: Mixture | None = None,
     theta: torch.Tensor | None = None,
     gates: torch.Tensor | None = None,  # [n, M]
-    batch_size: int = 64,
+    batch_size: int | str = "auto",
     progress: Progress | None = None,
 ) -> list[str]:
-    """Answers in the order of ``prompts``; batches are formed by length, padding stands on the left."""
+    """Answers in the order of ``prompts``; batches are formed by length."""
     answers = [""] * len(prompts)
+    if batch_size == "auto":
+        batch_size = 400 if backbone.device.type == "cuda" else 32
+    batch_size = int(batch_size)
     order = sorted(range(len(prompts)), key=lambda i: -len(prompts[i].ids))
     weights = serving_weights(mixture.layout, theta, backbone.dtype) if mixture and theta is not None else None
-    with backbone.decoding() as model:
-        for start in range(0, len(order), batch_size):
-            batch = order[start : start + batch_size]
-            ids, mask = _left_pad([prompts[i] for i in batch], backbone)
-            options = {
-                "input_ids": ids,
-                "attention_mask": mask,
-                "max_new_tokens": max_new_tokens,
-                "do_sample": False,
-                "num_beams": 1,
-                "temperature": None,
-                "top_p": None,
-                "top_k": None,
-                "eos_token_id": _end_ids(backbone),
-                "pad_token_id": backbone.tokenizer.pad_token_id,
-            }
-            if mixture is None or weights is None:
-                out = model.generate(**options)
-            else:
-                row_gates = None if gates is None else gates[batch].to(backbone.device)[:, None]  # [b, 1, M]
-                with mixture.active(weights, row_gates):
-                    out = model.generate(**options)
-            texts = backbone.tokenizer.batch_decode(out[:, ids.shape[1] :], skip_special_tokens=True)
-            for i, text in zip(batch, texts, strict=True):
-                answers[i] = text.strip()
-            if progress:
-                progress.advance(len(batch))
+    for start in range(0, len(order), batch_size):
+        batch = order[start : start + batch_size]
+        rows = [prompts[i] for i in batch]
+        if mixture is None or weights is None:
+            tokens = _decode(backbone, rows, max_new_tokens, lambda shape, step: step())
+        else:
+            chosen = None if gates is None else gates[batch].to(backbone.device)  # [rows, M]
+
+            def routed(
+                packed: Packed | None,
+                step: Callable[[], torch.Tensor],
+                chosen: torch.Tensor | None = chosen,
+            ) -> torch.Tensor:
+                """Run a pass with every row's own gates, spread over packed tokens or one token per row."""
+                spread = None
+                if chosen is not None:
+                    spread = chosen[:, None] if packed is None else chosen.index_select(0, packed.sequence)[None]
+                with mixture.active(weights, spread):
+                    return step()
+
+            tokens = _decode(backbone, rows, max_new_tokens, routed)
+        for i, text in zip(batch, _texts(backbone, tokens), strict=True):
+            answers[i] = text
+        if progress:
+            progress.advance(len(batch))
     return answers
+
+
+Around = Callable[[Packed | None, Callable[[], torch.Tensor]], torch.Tensor]
+
+
+def _decode(backbone: Backbone, prompts: Sequence[EncodedPrompt], steps: int, around: Around) -> torch.Tensor:
+    """Greedy tokens of a batch, [rows, steps]; ``around`` switches the experts on for one pass."""
+    device, count = backbone.device, len(prompts)
+    packed = pack([[p.ids for p in prompts]], device)
+    cache = RowCache(count, packed.longest + steps, packed)
+    hidden = around(packed, lambda: backbone.hidden(packed, cache))
+    ends = packed.boundaries[1:].long()
+    cache.packed = None
+    cache.positions = ends - packed.starts.long()  # [rows] the column of the first new token
+    newest = (hidden.index_select(0, ends - 1) @ backbone.head.T).argmax(-1)  # [rows]
+    out = torch.full((count, steps), backbone.tokenizer.pad_token_id, device=device)
+    stop = torch.tensor(_end_ids(backbone), device=device)
+    done = torch.zeros(count, dtype=torch.bool, device=device)
+    column = torch.zeros(1, dtype=torch.long, device=device)
+
+    def advance() -> None:
+        """Keep the newest token of rows that go on, then predict the next; all in place, so it can be replayed."""
+        done.logical_or_(torch.isin(newest, stop))
+        kept = torch.where(done, out.new_full((), backbone.tokenizer.pad_token_id), newest)
+        out.index_copy_(1, column, kept[:, None])
+        states = around(None, lambda: backbone.next_hidden(newest, cache.positions, cache))
+        newest.copy_((states @ backbone.head.T).argmax(-1))
+        cache.positions.add_(1)
+        column.add_(1)
+
+    replay = advance
+    for step in range(steps - 1):
+        if step == 1 and device.type == "cuda" and steps > 8:
+            replay = _captured(advance, [newest, cache.positions, column, done])
+        replay()
+        if step % _CHECK_EVERY == _CHECK_EVERY - 1 and bool(done.all()):
+            return out
+    done.logical_or_(torch.isin(newest, stop))
+    out.index_copy_(1, column, torch.where(done, backbone.tokenizer.pad_token_id, newest)[:, None])
+    return out
+
+
+def _captured(step: Callable[[], None], state: list[torch.Tensor]) -> Callable[[], None]:
+    """Record ``step`` as a CUDA graph. Capturing needs a trial run, whose effect on ``state`` is undone."""
+    before = [tensor.clone() for tensor in state]
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        step()
+    torch.cuda.current_stream().wait_stream(side)
+    for tensor, old in zip(state, before, strict=True):
+        tensor.copy_(old)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        step()
+    return graph.replay
+
+
+def _texts(backbone: Backbone, tokens: torch.Tensor) -> list[str]:
+    texts = backbone.tokenizer.batch_decode(tokens.cpu(), skip_special_tokens=True)
+    return [text.strip() for text in texts]
 
 
 def _end_ids(backbone: Backbone) -> list[int]:
     """The end of an answer as trained, and the tokenizer's own end of text."""
     ends = [backbone.prompts.end_id, backbone.tokenizer.eos_token_id]
     return list(dict.fromkeys(i for i in ends if i is not None))
-
-
-def _left_pad(prompts: Sequence[EncodedPrompt], backbone: Backbone) -> tuple[torch.Tensor, torch.Tensor]:
-    longest = max(len(p.ids) for p in prompts)
-    ids = torch.full((len(prompts), longest), backbone.tokenizer.pad_token_id, dtype=torch.long)
-    mask = torch.zeros_like(ids)
-    for row, prompt in enumerate(prompts):
-        ids[row, longest - len(prompt.ids) :] = torch.from_numpy(prompt.ids).long()
-        mask[row, longest - len(prompt.ids) :] = 1
-    return ids.to(backbone.device), mask.to(backbone.device)

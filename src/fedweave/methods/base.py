@@ -18,7 +18,8 @@ from fedweave.experts.layout import AdapterLayout
 from fedweave.federation.client import Client, Update
 from fedweave.federation.engine import InProcessEngine
 from fedweave.router.mlp import RouterLayout
-from fedweave.training.lockstep import Lane, LaneResult
+from fedweave.training.batch import Lane
+from fedweave.training.lockstep import LaneResult
 from fedweave.training.schedule import allot_steps, local_schedule
 
 
@@ -56,7 +57,7 @@ class Method:
             client.buckets, training.local_steps, training.batch_size, self.config.seed, t, client.index
         )
         key = (self.config.seed, t, client.index)
-        return Lane(client.data, schedule, state.theta, state.phi, key, router_rate=self.config.router.lr)
+        return Lane(client.data, schedule, state.theta, state.phi, key)
 
     def update(self, client: Client, state: ServerState, result: LaneResult) -> Update:
         """Line 12: what client i sends."""

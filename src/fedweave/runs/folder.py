@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from fedweave.config import Config, dump_config, load_config, to_tree
+from fedweave.config import Config, dump_config, load_config
 from fedweave.console import Console
 from fedweave.errors import UserError
 from fedweave.federation.checkpoint import (
@@ -26,6 +26,7 @@ from fedweave.federation.checkpoint import (
 from fedweave.federation.client import Client
 from fedweave.methods.base import ServerState
 from fedweave.runs.workspace import Workspace
+from fedweave.settings import to_tree
 
 # Keys that a resumed run may change: they do not alter what was already computed.
 FREE_KEYS = ("output", "evaluation", "training.rounds", "training.clients_per_step")

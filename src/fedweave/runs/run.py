@@ -93,6 +93,7 @@ def _execute(run: RunFolder, prepared: Prepared, console: Console) -> dict[str, 
     summary["timing"] = {
         "until_last_round_s": round(training_seconds, 2),
         "total_s": round(earlier + time.monotonic() - started, 2),
+        "phases_s": {label: round(seconds, 2) for label, seconds in console.spent.items()},
     }
     run.write_json("summary.json", summary)
     console.say(final_report(summary))

@@ -13,7 +13,6 @@ import numpy as np
 import torch
 
 import fedweave
-from fedweave.config import to_tree
 from fedweave.console import Console
 from fedweave.evaluation.audit import per_task, routing_table
 from fedweave.evaluation.losses import example_losses
@@ -25,6 +24,7 @@ from fedweave.methods.base import ServerState
 from fedweave.router.mlp import sparsify
 from fedweave.runs.folder import Progress, RunFolder
 from fedweave.runs.workspace import TestSet, Workspace
+from fedweave.settings import to_tree
 
 SCHEMA = 1
 

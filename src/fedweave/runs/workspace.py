@@ -17,7 +17,7 @@ from fedweave.data.examples import Example, Task
 from fedweave.errors import UserError
 from fedweave.federation.client import Client
 from fedweave.federation.engine import InProcessEngine
-from fedweave.training.lockstep import ClientData
+from fedweave.training.batch import ClientData
 
 
 @dataclass

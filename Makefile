@@ -1,0 +1,38 @@
+# make quickstart   installs everything and runs the main job
+# make test         installs everything and passes the tests
+# make check        lint, format and types
+
+VENV ?= .venv
+PYTHON ?= python3
+BIN := $(VENV)/bin
+READY := $(VENV)/.installed
+
+.PHONY: install quickstart test test-slow check format clean
+
+install: $(READY)
+
+$(READY): pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install -q --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	touch $(READY)
+
+quickstart: $(READY)
+	$(BIN)/fedweave run quickstart
+
+test: $(READY)
+	$(BIN)/python -m pytest -m "not slow and not gpu"
+
+test-slow: $(READY)
+	$(BIN)/python -m pytest -m slow
+
+check: $(READY)
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+
+format: $(READY)
+	$(BIN)/ruff format .
+	$(BIN)/ruff check --fix .
+
+clean:
+	rm -rf $(VENV) build dist src/*.egg-info .pytest_cache .mypy_cache .ruff_cache

@@ -1,0 +1,159 @@
+"""One lockstep step's inputs: packed tokens of all lanes, where their answers stand, features and dropout keys.
+
+Built on the host with numpy and sent in one go. With a ``Capacity`` the tensors get fixed shapes, so that a
+captured CUDA graph can be fed again and again: spare tokens form sequences of their own that no loss reads.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+
+import numpy as np
+import torch
+
+from fedweave.backbone.packing import Packed, to_device
+from fedweave.backbone.prompts import Encoded
+from fedweave.experts.dropout import DropoutKeys, stream_key
+
+
+@dataclass
+class ClientData:
+    """What a client trains on: tokens and features. No labels."""
+
+    name: str
+    examples: list[Encoded]
+    features: torch.Tensor  # [n, d]
+
+    def __len__(self) -> int:
+        return len(self.examples)
+
+
+@dataclass
+class Lane:
+    """One independent training job: a client with its experts and router, or a bucket with its warmup adapter."""
+
+    data: ClientData
+    schedule: list[np.ndarray]  # example indices of every step
+    theta: torch.Tensor  # [P] where it starts
+    phi: torch.Tensor | None  # [Q] the router it starts with; None: one expert with weight 1
+    key: tuple[int | str, ...]  # names this job for dropout
+    trainable: torch.Tensor | None = None  # [P] bool; None trains all columns
+    train_router: bool = True
+
+
+@dataclass(frozen=True)
+class Capacity:
+    """Fixed shapes that hold every step of a schedule."""
+
+    tokens: int
+    answers: int
+    sequences: int  # per lane
+    longest: int
+
+    @classmethod
+    def of(cls, lanes: Sequence[Lane]) -> Capacity:
+        """The largest step of these lanes, rounded up so that the next round fits too."""
+        tokens, answers, sequences = 0, 0, 0
+        for step in range(len(lanes[0].schedule)):
+            rows = [[lane.data.examples[i] for i in lane.schedule[step]] for lane in lanes]
+            tokens = max(tokens, sum(len(e.ids) for lane in rows for e in lane))
+            answers = max(answers, sum(len(e.ids) - e.answer_start for lane in rows for e in lane))
+            sequences = max(sequences, max(len(lane) for lane in rows))
+        longest = max(len(e.ids) for lane in lanes for e in lane.data.examples)
+        return cls(_round_up(tokens, 1024), _round_up(answers, 512), sequences, _round_up(longest, 64))
+
+    def holds(self, other: Capacity) -> bool:
+        return all(getattr(self, f.name) >= getattr(other, f.name) for f in fields(self))
+
+    def joined(self, other: Capacity) -> Capacity:
+        return Capacity(*(max(getattr(self, f.name), getattr(other, f.name)) for f in fields(self)))
+
+
+def _round_up(value: int, multiple: int) -> int:
+    return -(-value // multiple) * multiple
+
+
+@dataclass
+class StepBatch:
+    """Everything one forward and backward pass reads."""
+
+    packed: Packed
+    source: torch.Tensor  # [n] positions whose hidden state predicts an answer token
+    target: torch.Tensor  # [n] that token
+    lane: torch.Tensor  # [n] whose it is
+    weight: torch.Tensor  # [n] 1 / number of answer tokens of that lane; 0 for filling
+    slot: torch.Tensor  # [S] row of each sequence in the padded [K·s] router batch
+    features: torch.Tensor  # [K, s, d]
+    dropout: DropoutKeys | None
+
+    def tensors(self) -> list[torch.Tensor]:
+        p = self.packed
+        keys = [self.dropout.tokens] if self.dropout else []
+        return [p.ids, p.positions, p.sequence, p.boundaries, p.lane_ends, self.source, self.target, self.lane,
+                self.weight, self.slot, self.features, *keys]  # fmt: skip
+
+    def load(self, other: StepBatch) -> None:
+        """Take another batch's values into this one's memory."""
+        for mine, theirs in zip(self.tensors(), other.tensors(), strict=True):
+            mine.copy_(theirs, non_blocking=True)
+        self.packed.lane_lengths = other.packed.lane_lengths
+
+
+def build_batch(
+    lanes: Sequence[Lane],
+    step: int,
+    dropout: float,
+    device: torch.device,
+    capacity: Capacity | None = None,
+) -> StepBatch:
+    """The batch of one step, on ``device``."""
+    chosen = [[lane.data.examples[i] for i in lane.schedule[step]] for lane in lanes]
+    rows = [e for lane in chosen for e in lane]
+    owner = np.repeat(np.arange(len(lanes)), [len(lane) for lane in chosen])
+    place = np.concatenate([np.arange(len(lane)) for lane in chosen])
+    lengths = np.array([len(e.ids) for e in rows])
+    starts = np.cumsum(lengths) - lengths
+    source = np.concatenate(
+        [np.arange(e.answer_start - 1, len(e.ids) - 1) + s for e, s in zip(rows, starts, strict=True)]
+    )
+    answer_counts = np.array([len(e.ids) - e.answer_start for e in rows])
+    lane_of_answer = np.repeat(owner, answer_counts)
+    per_lane = np.bincount(lane_of_answer, minlength=len(lanes))
+    ids = np.concatenate([e.ids for e in rows])
+    most = capacity.sequences if capacity else max(len(lane) for lane in chosen)
+    features = torch.zeros(len(lanes), most, lanes[0].data.features.shape[1])
+    for row, lane in zip(features, lanes, strict=True):
+        row[: len(lane.schedule[step])] = lane.data.features[lane.schedule[step]]
+    lane_lengths = [int(sum(len(e.ids) for e in lane)) for lane in chosen]
+    target, weight, slot = ids[source + 1], 1.0 / per_lane[lane_of_answer], owner * most + place
+    if capacity:
+        tail = _tail(capacity.tokens - len(ids), capacity.longest)
+        spare = capacity.sequences * len(lanes) + -(-capacity.tokens // capacity.longest) - len(lengths) - len(tail)
+        lengths = np.concatenate([lengths, tail, np.zeros(spare, dtype=int)])
+        lane_lengths[-1] += int(tail.sum())
+        ids = np.pad(ids, (0, capacity.tokens - len(ids)))
+        fill = capacity.answers - len(source)
+        source, target, lane_of_answer = (np.pad(x, (0, fill)) for x in (source, target, lane_of_answer))
+        weight, slot = np.pad(weight, (0, fill)), np.pad(slot, (0, len(lengths) - len(slot)))
+    keys = None
+    if dropout > 0:
+        names = [stream_key("dropout", *lane.key, step) for lane in lanes]
+        keys = DropoutKeys.of(dropout, names, lane_lengths, device)
+
+    return StepBatch(
+        packed=Packed.of(ids, lengths, lane_lengths, device, capacity.longest if capacity else None),
+        source=to_device(source, device),
+        target=to_device(target, device),
+        lane=to_device(lane_of_answer, device),
+        weight=to_device(weight, device, torch.float32),
+        slot=to_device(slot, device),
+        features=features.to(device, non_blocking=True),
+        dropout=keys,
+    )
+
+
+def _tail(tokens: int, longest: int) -> np.ndarray:
+    """Lengths of the sequences that spare tokens form."""
+    full, rest = divmod(tokens, longest)
+    return np.array([longest] * full + [rest] * (rest > 0), dtype=int)

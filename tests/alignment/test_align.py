@@ -1,0 +1,70 @@
+"""Alignment distance against a direct computation, and the choice of M."""
+
+import numpy as np
+import pytest
+
+from fedweave.alignment.align import align, signature_distance
+
+
+def direct(blocks: list[np.ndarray]) -> np.ndarray:
+    """The double loop over pairs and blocks that the paper writes down."""
+    count = len(blocks[0])
+    out = np.zeros((count, count))
+    for u in range(count):
+        for v in range(count):
+            total = 0.0
+            for block in blocks:
+                a, b = block[u], block[v]
+                na, nb = np.linalg.norm(a), np.linalg.norm(b)
+                if na == 0 and nb == 0:
+                    continue
+                total += 1.0 if na == 0 or nb == 0 else 1 - a @ b / (na * nb)
+            out[u, v] = total / len(blocks)
+    return out
+
+
+def test_distance_is_the_mean_over_blocks_of_one_minus_cosine():
+    rng = np.random.default_rng(0)
+    blocks = [rng.normal(size=(6, size)) for size in (5, 9, 3)]
+    np.testing.assert_allclose(signature_distance(blocks), direct(blocks), atol=1e-12)
+
+
+def test_zero_blocks_have_a_distance_not_nan():
+    rng = np.random.default_rng(1)
+    blocks = [rng.normal(size=(4, 5)), rng.normal(size=(4, 5))]
+    blocks[0][0] = blocks[0][1] = 0.0
+    distance = signature_distance(blocks)
+    np.testing.assert_allclose(distance, direct(blocks), atol=1e-12)
+    assert np.isfinite(distance).all() and not np.diag(distance).any()
+
+
+def groups(sizes: list[int]) -> tuple[np.ndarray, np.ndarray]:
+    rng = np.random.default_rng(2)
+    labels = np.repeat(np.arange(len(sizes)), sizes)
+    centres = rng.normal(size=(len(sizes), 40))
+    return signature_distance([centres[labels] + 0.1 * rng.normal(size=(len(labels), 40))]), labels
+
+
+@pytest.mark.parametrize("sizes", [[4, 4], [5, 3, 6], [4, 4, 4, 4]])
+def test_m_is_the_number_of_groups(sizes):
+    distance, labels = groups(sizes)
+    alignment = align(distance, max_experts=8)
+    assert alignment.experts == len(sizes) and alignment.labels.tolist() == labels.tolist()
+    assert alignment.silhouettes[alignment.experts] == max(alignment.silhouettes.values())
+
+
+def test_candidates_end_one_below_the_number_of_prototypes_and_the_limit():
+    distance, _ = groups([2, 2])
+    assert list(align(distance, 8).silhouettes) == [2, 3]
+    assert "only 4 prototypes" in align(distance, 8).note
+    assert list(align(groups([5, 5])[0], 3).silhouettes) == [2, 3]
+
+
+@pytest.mark.parametrize("count", [1, 2])
+def test_too_few_prototypes_make_one_expert(count):
+    alignment = align(np.ones((count, count)) - np.eye(count), 8)
+    assert alignment.experts == 1 and "too few" in alignment.note
+
+
+def test_equal_signatures_make_one_expert():
+    assert align(np.zeros((5, 5)), 8).experts == 1

@@ -1,0 +1,196 @@
+"""Loading a backbone: every failure in one sentence, every weight frozen and accounted for."""
+
+import json
+import shutil
+
+import pytest
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+
+from fedweave.backbone.load import load_backbone, pick_device, pick_dtype, weights_hash
+from fedweave.config import BackboneConfig
+from fedweave.errors import UserError
+from tests.conftest import FAMILIES
+
+
+def load(model, **settings):
+    return load_backbone(BackboneConfig(model=str(model), **{"device": "cpu", "max_length": 128, **settings}))
+
+
+def complaint(model, **settings) -> str:
+    with pytest.raises(UserError) as caught:
+        load(model, **settings)
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
+
+
+@pytest.fixture
+def damaged(tmp_path, model_folder):
+    """A copy of the tiny Llama that a test may break."""
+    return shutil.copytree(model_folder("llama"), tmp_path / "damaged")
+
+
+# -------------------------------------------------------------------------------------- finding
+
+
+@pytest.mark.parametrize("model", ["/no/such/folder", "./here", "~/nowhere/at/all", "gpt2", "a/b/c"])
+def test_name_that_is_neither_path_nor_hub_id_is_a_user_error(model):
+    assert complaint(model).startswith(f"backbone.model={model} is neither a folder, a .gguf file nor a hub id")
+
+
+def test_folder_without_config_is_a_user_error(tmp_path):
+    assert "is a folder without config.json" in complaint(tmp_path)
+
+
+def test_hub_model_out_of_reach_is_a_user_error_with_a_remedy():
+    message = complaint("nobody/no-such-model")
+    assert message.startswith("backbone.model=nobody/no-such-model is not on this machine")
+    assert "name a local folder or a .gguf file" in message
+
+
+# -------------------------------------------------------------------------------------- damaged folders
+
+
+def test_broken_config_is_a_user_error(damaged):
+    (damaged / "config.json").write_text("{")
+    assert complaint(damaged).startswith(f"backbone.model={damaged} cannot be loaded: ")
+
+
+def test_unknown_architecture_is_a_user_error_that_names_it(damaged):
+    config = json.loads((damaged / "config.json").read_text())
+    (damaged / "config.json").write_text(json.dumps(config | {"model_type": "nonesuch"}))
+    assert "nonesuch" in complaint(damaged)
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "tokenizer.json"])
+def test_missing_file_is_a_user_error(damaged, name):
+    (damaged / name).unlink()
+    assert "cannot be loaded: " in complaint(damaged)
+
+
+@pytest.mark.xfail(strict=True, raises=SafetensorError, reason="load.load_backbone: SafetensorError is not caught")
+def test_truncated_weights_are_a_user_error(damaged):
+    weights = damaged / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:1000])
+    assert "cannot be loaded: " in complaint(damaged)
+
+
+@pytest.mark.xfail(strict=True, raises=RuntimeError, reason="load.load_backbone: transformers' size mismatch")
+def test_weights_of_another_size_are_a_user_error(damaged):
+    config = json.loads((damaged / "config.json").read_text())
+    (damaged / "config.json").write_text(json.dumps(config | {"hidden_size": 64}))
+    assert "cannot be loaded: " in complaint(damaged)
+
+
+@pytest.mark.xfail(strict=True, reason="load.load_backbone: transformers fills absent weights with random ones")
+def test_absent_weight_is_a_user_error_that_names_it(damaged):
+    weights = load_file(damaged / "model.safetensors")
+    del weights["model.layers.1.self_attn.q_proj.weight"]
+    save_file(weights, damaged / "model.safetensors", metadata={"format": "pt"})
+    assert "model.layers.1.self_attn.q_proj.weight" in complaint(damaged)
+
+
+# -------------------------------------------------------------------------------------- device and dtype
+
+
+def test_bfloat16_on_a_cpu_is_a_user_error(model_folder):
+    assert complaint(model_folder("llama"), dtype="bfloat16").startswith("backbone.dtype=bfloat16 needs a CUDA")
+
+
+@pytest.mark.parametrize("device", ["tpu9", "", "meta", "mps"])
+def test_unknown_device_is_a_user_error_that_lists_the_known_ones(model_folder, device):
+    message = complaint(model_folder("llama"), device=device)
+    assert message.startswith(f"backbone.device={device!r} is")
+    assert message.endswith("use auto, cpu, cuda or cuda:N.")
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without CUDA")
+@pytest.mark.parametrize("device", ["cuda", "cuda:1"])
+def test_cuda_where_there_is_none_is_a_user_error(model_folder, device):
+    assert f"backbone.device={device}, but this machine has no usable CUDA" in complaint(
+        model_folder("llama"), device=device
+    )
+
+
+def test_auto_picks_bfloat16_on_cuda_and_float32_on_a_cpu():
+    assert pick_dtype("auto", torch.device("cpu")) == torch.float32
+    assert pick_dtype("auto", torch.device("cuda")) == torch.bfloat16
+    assert pick_device("auto").type == ("cuda" if torch.cuda.is_available() else "cpu")
+
+
+# -------------------------------------------------------------------------------------- target modules
+
+
+def test_targets_are_found_in_every_layer(backbone):
+    found = backbone.linear_layers(["q_proj", "mlp.down_proj"])
+    assert list(found) == [
+        f"model.layers.{n}.{name}" for n in range(2) for name in ("self_attn.q_proj", "mlp.down_proj")
+    ]
+
+
+@pytest.mark.parametrize("target", ["query", "proj", "q_proj.weight"])
+def test_target_that_matches_nothing_lists_the_linear_layers(backbone, target):
+    with pytest.raises(UserError) as caught:
+        backbone.linear_layers(["v_proj", target])
+    message = str(caught.value)
+    assert f"experts.target_modules: {target!r} matches no layer" in message
+    assert "down_proj, gate_proj, k_proj, lm_head, o_proj, q_proj, up_proj, v_proj" in message
+
+
+def test_target_that_is_not_linear_is_a_user_error(backbone):
+    with pytest.raises(UserError, match=r"model\.layers\.0\.self_attn is a LlamaAttention, not a linear layer"):
+        backbone.linear_layers(["self_attn"])
+
+
+# -------------------------------------------------------------------------------------- frozen weights
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_parameter_is_frozen_and_the_model_does_not_drop_out(backbone_of, family):
+    model = backbone_of(family).model
+    assert not any(p.requires_grad for p in model.parameters())
+    assert not any(m.training for m in model.modules())
+
+
+@pytest.mark.parametrize("name", ["model.embed_tokens.weight", "model.layers.1.mlp.up_proj.weight"])
+@pytest.mark.parametrize("bit", [0, 15, 31])
+def test_one_flipped_bit_changes_the_hash_and_flipping_it_back_restores_it(backbone, name, bit):
+    before = weights_hash(backbone.model)
+    bits = backbone.model.get_parameter(name).data.view(torch.int32).view(-1)
+    mask = torch.tensor(1 << bit if bit < 31 else -(1 << 31), dtype=torch.int32)
+    bits[len(bits) // 2] ^= mask
+    try:
+        assert weights_hash(backbone.model) != before
+    finally:
+        bits[len(bits) // 2] ^= mask
+    assert weights_hash(backbone.model) == before == backbone.weights_hash
+
+
+def test_two_swapped_weights_change_the_hash(backbone):
+    before = weights_hash(backbone.model)
+    row = backbone.model.get_parameter("model.layers.0.mlp.up_proj.weight").data[3]
+    assert row[0] != row[5]
+    row[[0, 5]] = row[[5, 0]]
+    try:
+        assert weights_hash(backbone.model) != before
+    finally:
+        row[[0, 5]] = row[[5, 0]]
+    assert weights_hash(backbone.model) == before
+
+
+def test_reloading_gives_the_same_hash_and_fingerprint(backbone, model_folder):
+    again = load(model_folder("llama"))
+    assert again.model is not backbone.model
+    assert again.weights_hash == backbone.weights_hash
+    assert again.fingerprint == backbone.fingerprint
+
+
+def test_fingerprint_tells_weights_and_rendering_apart(backbone, model_folder, damaged):
+    others = [load(model_folder("llama"), max_length=64), load(model_folder("llama"), pool="all")]
+    assert all(other.weights_hash == backbone.weights_hash for other in others)
+    weights = load_file(damaged / "model.safetensors")
+    weights["model.norm.weight"][0] += 1
+    save_file(weights, damaged / "model.safetensors", metadata={"format": "pt"})
+    prints = [b.fingerprint for b in [backbone, *others, load(damaged)]]
+    assert len(set(prints)) == len(prints)

@@ -1,0 +1,107 @@
+"""The stacked mixture against a plain loop over experts, and against PEFT's own LoRA."""
+
+import copy
+
+import numpy as np
+import pytest
+import torch
+
+from fedweave.backbone.packing import pack
+from fedweave.experts.dropout import DropoutKeys, keyed_dropout
+from fedweave.experts.layout import AdapterLayout
+from fedweave.experts.mixture import Mixture, Segments, segment_matmul
+from tests.helpers import TARGETS, random_theta
+
+
+def random_rows(backbone, lengths, seed=0):
+    rng = np.random.default_rng(seed)
+    return [rng.integers(4, len(backbone.tokenizer), n).astype(np.int32) for n in lengths]
+
+
+@pytest.mark.parametrize("experts", [1, 3])
+def test_stacked_layer_equals_a_loop_over_experts(experts):
+    torch.manual_seed(0)
+    linear = torch.nn.Linear(16, 24)
+    layout = AdapterLayout.of({"q": linear}, rank=4, experts=experts)
+    theta = random_theta(layout, 1, 0.3)
+    x, gates = torch.randn(1, 7, 16), torch.rand(1, 7, experts).softmax(-1)
+    expected = linear(x)
+    for m in range(experts):
+        named = layout.named(theta, m)
+        a, b = named["base_model.model.q.lora_A.weight"], named["base_model.model.q.lora_B.weight"]
+        expected = expected + gates[..., m : m + 1] * (16 / 4) * (x @ a.T @ b.T)
+    mixture = Mixture({"q": linear}, layout, alpha=16)
+    with mixture.active(layout.views(theta[None]), gates):
+        torch.testing.assert_close(linear(x), expected)
+    mixture.detach()
+
+
+def test_one_expert_equals_peft_lora(backbone):
+    from peft import LoraConfig, get_peft_model
+
+    layout = AdapterLayout.of(backbone.linear_layers(TARGETS), rank=4, experts=1)
+    theta = random_theta(layout, 2, 0.2)
+    rows = random_rows(backbone, [9, 14])
+    mixture = Mixture(backbone.linear_layers(TARGETS), layout, alpha=16)
+    with torch.no_grad(), mixture.active(layout.views(theta[None]), None):
+        ours = backbone.hidden(pack([rows], backbone.device)).split([9, 14])
+    mixture.detach()
+
+    with backbone.decoding():
+        peft = get_peft_model(
+            copy.deepcopy(backbone.model),
+            LoraConfig(r=4, lora_alpha=16, target_modules=list(TARGETS), lora_dropout=0.0, task_type="CAUSAL_LM"),
+        ).eval()
+    state = peft.state_dict()
+    for name, tensor in layout.named(theta, 0).items():
+        key = name.replace(".weight", ".default.weight")
+        assert state[key].shape == tensor.shape
+        state[key].copy_(tensor)
+    for row, mine in zip(rows, ours, strict=True):
+        with torch.no_grad():
+            theirs = peft.base_model.model.base_model(torch.from_numpy(row).long()[None]).last_hidden_state[0]
+        torch.testing.assert_close(mine, theirs, atol=2e-5, rtol=1e-4)
+
+
+def test_lanes_use_their_own_experts():
+    x, w = torch.randn(10, 6), torch.randn(3, 6, 5)
+    lengths = [2, 5, 3]
+    out = segment_matmul(x, w, Segments(lengths, torch.tensor([2, 7, 10], dtype=torch.int32)))
+    expected = torch.cat([part @ w[k] for k, part in enumerate(x.split(lengths))])
+    torch.testing.assert_close(out, expected)
+
+
+def test_detached_mixture_leaves_the_model_untouched(backbone):
+    rows = random_rows(backbone, [6])
+    packed = pack([rows], backbone.device)
+    with torch.no_grad():
+        before = backbone.hidden(packed)
+        layout = AdapterLayout.of(backbone.linear_layers(TARGETS), 4, 2)
+        mixture = Mixture(backbone.linear_layers(TARGETS), layout, 16)
+        assert torch.equal(backbone.hidden(packed), before), "attached but inactive experts must change nothing"
+        gates = torch.full((1, 6, 2), 0.5)
+        with mixture.active(layout.views(random_theta(layout, 0)[None]), gates):
+            assert not torch.equal(backbone.hidden(packed), before)
+        mixture.detach()
+        assert torch.equal(backbone.hidden(packed), before)
+
+
+def test_dropout_depends_on_lane_and_token_but_not_on_neighbours():
+    x = torch.ones(50, 40)
+    alone = DropoutKeys.of(0.3, [11], [50], x.device)
+    beside = DropoutKeys.of(0.3, [99, 11], [20, 50], x.device)
+    masked = keyed_dropout(x, alone, 4)
+    assert torch.equal(masked, keyed_dropout(torch.ones(70, 40), beside, 4)[20:])
+    assert not torch.equal(masked, keyed_dropout(x, alone, 5)), "layers drop different numbers"
+    assert not torch.equal(masked[0], masked[1]), "tokens drop different numbers"
+
+
+@pytest.mark.parametrize("rate", [0.05, 0.5])
+def test_dropout_keeps_the_mean_and_the_rate_in_both_directions(rate):
+    x = torch.ones(2000, 512)
+    out = keyed_dropout(x, DropoutKeys.of(rate, [5], [2000], x.device), 0)
+    dropped = (out == 0).float()
+    assert abs(dropped.mean().item() - rate) < 2e-3
+    assert dropped.mean(0).std() < 1.3 * (rate * (1 - rate) / 2000) ** 0.5, "some channel is dropped too often"
+    assert dropped.mean(1).std() < 1.3 * (rate * (1 - rate) / 512) ** 0.5, "some token is dropped too often"
+    torch.testing.assert_close(out[out != 0], torch.full_like(out[out != 0], 1 / (1 - rate)))

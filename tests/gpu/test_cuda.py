@@ -1,0 +1,81 @@
+"""What only a CUDA device runs: flash attention, grouped products, recorded training and decoding steps."""
+
+import pytest
+import torch
+
+from fedweave.backbone import packing
+from fedweave.backbone.load import load_backbone
+from fedweave.config import BackboneConfig
+from fedweave.experts import mixture as mixture_module
+from fedweave.experts.layout import AdapterLayout
+from fedweave.experts.mixture import Mixture
+from fedweave.inference import generate as generate_module
+from fedweave.router.mlp import RouterLayout
+from tests.helpers import TARGETS, client_data, make_lanes, make_trainer, random_theta
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+
+
+@pytest.fixture(scope="module", params=["llama", "qwen2", "gemma2", "gemma3"])
+def on_gpu(request, model_folder):
+    return load_backbone(BackboneConfig(model=str(model_folder(request.param)), device="cuda", max_length=128))
+
+
+def relative(a: torch.Tensor, b: torch.Tensor) -> float:
+    return ((a.float() - b.float()).norm() / b.float().norm()).item()
+
+
+def test_flash_attention_equals_the_padded_reference(on_gpu, monkeypatch):
+    rows = [e.ids for e in client_data(on_gpu, 12, seed=0).examples]
+    packed = packing.pack([rows], on_gpu.device)
+    with torch.no_grad():
+        fast = on_gpu.hidden(packed)
+        monkeypatch.setattr(packing, "_varlen", None)
+        assert relative(fast, on_gpu.hidden(packed)) < 2e-2  # bfloat16
+
+
+def test_grouped_products_equal_a_loop(monkeypatch):
+    lengths = [5, 40, 19]
+    ends = torch.tensor([5, 45, 64], dtype=torch.int32, device="cuda")
+    x = torch.randn(64, 32, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+    w = torch.randn(3, 32, 16, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+    direction = torch.randn(64, 16, device="cuda", dtype=torch.bfloat16)
+    out = []
+    for grouped in (mixture_module._grouped_mm, None):
+        monkeypatch.setattr(mixture_module, "_grouped_mm", grouped)
+        y = mixture_module.segment_matmul(x, w, mixture_module.Segments(lengths, ends))
+        out.append((y, *torch.autograd.grad((y * direction).sum(), [x, w])))
+    assert all(relative(a, b) < 1e-2 for a, b in zip(*out, strict=True))
+
+
+@pytest.mark.parametrize("dropout", [0.0, 0.1])
+def test_recorded_steps_equal_eager_ones_over_changing_batches(on_gpu, dropout):
+    layout = AdapterLayout.of(on_gpu.linear_layers(TARGETS), 8, 3)
+    router = RouterLayout(on_gpu.width, 16, 3)
+    lanes = make_lanes(on_gpu, layout, router, clients=3, steps=5)
+    results = []
+    for graphs in (True, False):
+        trainer, mixture = make_trainer(on_gpu, layout, router, dropout, cuda_graphs=graphs)
+        list(trainer.train(lanes[::-1], 3))  # a first use must leave nothing behind
+        results.append(list(trainer.train(lanes, 3)))
+        mixture.detach()
+    for replayed, eager in zip(*results, strict=True):
+        assert replayed.losses == pytest.approx(eager.losses, rel=2e-2)
+        assert relative(replayed.delta_theta, eager.delta_theta) < 0.1  # Adam's first steps follow signs
+        assert replayed.tokens == eager.tokens
+
+
+def test_recorded_decoding_equals_eager_decoding(on_gpu, monkeypatch):
+    layout = AdapterLayout.of(on_gpu.linear_layers(TARGETS), 8, 3)
+    mixture = Mixture(on_gpu.linear_layers(TARGETS), layout, 16)
+    theta = random_theta(layout, 5, 0.4).cuda()
+    prompts = [e.prompt for e in client_data(on_gpu, 10, seed=2).examples]
+    gates = torch.rand(10, 3).softmax(-1)
+    replayed = generate_module.generate(on_gpu, prompts, 30, mixture, theta, gates)
+    monkeypatch.setattr(generate_module, "_captured", lambda step, state: step)
+    eager = generate_module.generate(on_gpu, prompts, 30, mixture, theta, gates)
+    mixture.detach()
+    assert replayed == eager

@@ -1,0 +1,78 @@
+"""Our decoding equals transformers' own greedy generation, for every family and every kind of routing."""
+
+import pytest
+import torch
+
+from fedweave.experts.layout import AdapterLayout
+from fedweave.experts.mixture import Mixture
+from fedweave.inference.generate import generate
+from fedweave.inference.model import RoutedModel
+from fedweave.router.mlp import RouterLayout, sparsify
+from tests.conftest import FAMILIES
+from tests.helpers import TARGETS, random_theta
+
+PROMPTS = [
+    "Fix the grammar: Ada go to the park.",
+    "Mood of the review, one word:",
+    "How many?",
+    "Ben has 3 coins and finds 4 more. How many coins in all? " * 2,
+]
+
+
+def reference(backbone, encoded, new_tokens, mixture, weights, gates):
+    """One prompt at a time through transformers."""
+    texts = []
+    for prompt, gate in zip(encoded, gates, strict=True):
+        ids = torch.from_numpy(prompt.ids).long()[None]
+        ends = list({backbone.prompts.end_id, backbone.tokenizer.eos_token_id})
+        with torch.no_grad(), backbone.decoding() as model, mixture.active(weights, gate[None, None]):
+            out = model.generate(
+                ids,
+                attention_mask=torch.ones_like(ids),
+                max_new_tokens=new_tokens,
+                do_sample=False,
+                eos_token_id=ends,
+                pad_token_id=backbone.tokenizer.pad_token_id,
+            )
+        texts.append(backbone.tokenizer.decode(out[0, ids.shape[1] :], skip_special_tokens=True).strip())
+    return texts
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("routing", ["sparse", "soft"])
+def test_a_mixed_batch_equals_one_prompt_at_a_time(backbone_of, family, routing):
+    backbone = backbone_of(family)
+    layout = AdapterLayout.of(backbone.linear_layers(TARGETS), 4, 3)
+    mixture = Mixture(backbone.linear_layers(TARGETS), layout, 16)
+    theta = random_theta(layout, 5, 0.4)
+    gates = sparsify(torch.rand(4, 3, generator=torch.Generator().manual_seed(1)).softmax(-1), routing)
+    encoded = backbone.prompts.encode_prompts(PROMPTS)
+    ours = generate(backbone, encoded, 24, mixture, theta, gates, batch_size=3)
+    theirs = reference(backbone, encoded, 24, mixture, layout.views(theta[None]), gates)
+    mixture.detach()
+    assert ours == theirs
+    assert len(set(ours)) > 1
+
+
+def test_an_end_token_stops_a_row_and_nothing_after_it_is_kept(backbone):
+    """Make every vocabulary entry an end token: the answer is empty."""
+    encoded = backbone.prompts.encode_prompts(["How many?"])
+    free = generate(backbone, encoded, 20)[0]
+    first = int(backbone.tokenizer(free, add_special_tokens=False)["input_ids"][2])
+    old, backbone.prompts.end_id = backbone.prompts.end_id, first
+    try:
+        stopped = generate(backbone, encoded, 20)[0]
+    finally:
+        backbone.prompts.end_id = old
+    assert free.startswith(stopped) and len(stopped) < len(free)
+
+
+def test_answers_carry_expert_and_weights(backbone):
+    layout = AdapterLayout.of(backbone.linear_layers(TARGETS), 4, 2)
+    mixture = Mixture(backbone.linear_layers(TARGETS), layout, 16)
+    router = RouterLayout(backbone.width, 8, 2)
+    model = RoutedModel(backbone, mixture, random_theta(layout, 1), router, router.initial(0))
+    answers = model.answer(PROMPTS[:2], "sparse", 4)
+    assert torch.equal(torch.tensor([a.weights for a in answers]), model.route(PROMPTS[:2]))
+    assert all(a.expert == max(range(2), key=a.weights.__getitem__) for a in answers)
+    mixture.detach()

@@ -1,0 +1,143 @@
+"""FedWeave's promises: it never sees a label, and a round is what the equations say."""
+
+import dataclasses
+
+import numpy as np
+import pytest
+import torch
+
+from fedweave.backbone.features import compute_features
+from fedweave.backbone.prompts import Encoded
+from fedweave.config import Config, from_tree
+from fedweave.console import Console
+from fedweave.data import load_data
+from fedweave.federation.client import Client
+from fedweave.federation.engine import InProcessEngine
+from fedweave.federation.rounds import federate, sample_clients
+from fedweave.methods import METHODS, build_method
+from fedweave.settings import to_tree
+from fedweave.training.batch import ClientData
+from fedweave.training.lockstep import LockstepTrainer
+
+
+@pytest.fixture
+def config(model_folder) -> Config:
+    return from_tree({
+        "backbone": {"model": str(model_folder("llama")), "max_length": 128},
+        "data": {"clients": 3, "alpha": 1.0, "train": 10, "validation": 2, "test": 2},
+        "experts": {"rank": 4, "dropout": 0.0},
+        "discovery": {"warmup_steps": 2, "max_buckets": 3, "restarts": 2},
+        "training": {"rounds": 1, "local_steps": 4, "batch_size": 4, "lr": 1e-2},
+        "router": {"hidden": 16, "lr": 1e-2, "warm_start": {"rounds": 1, "steps": 3}},
+    })  # fmt: skip
+
+
+def make_engine(config: Config, backbone, shuffle_labels: bool = False) -> InProcessEngine:
+    data = load_data(config)
+    clients = []
+    for i, (name, rows) in enumerate(data.clients.items()):
+        if shuffle_labels:
+            rows = [dataclasses.replace(e, task=f"nonsense {n % 3}") for n, e in enumerate(rows)]
+        encoded = backbone.prompts.encode(rows)
+        features = compute_features(backbone, [e.prompt for e in encoded])
+        clients.append(Client(i, ClientData(name, encoded, features)))
+    return InProcessEngine(backbone, clients, config, Console(quiet=True))
+
+
+def run(config: Config, engine: InProcessEngine):
+    method = build_method(config)
+    state = method.prepare(engine)
+    final = federate(method, engine, state, range(config.training.rounds), lambda state, report: None)
+    engine.detach()
+    return state, final
+
+
+def test_labels_never_reach_the_method(config, backbone):
+    """What a method is handed has no place for a label, and other labels give bit-identical results."""
+    names = {f.name for cls in (Encoded, ClientData, Client) for f in dataclasses.fields(cls)}
+    assert not names & {"task", "label", "labels", "origin"}
+    _, true = run(config, make_engine(config, backbone))
+    _, false = run(config, make_engine(config, backbone, shuffle_labels=True))
+    assert torch.equal(true.theta, false.theta) and torch.equal(true.phi, false.phi)
+
+
+def test_experts_start_as_the_mean_of_their_buckets_warmup_adapters(config, backbone, monkeypatch):
+    engine = make_engine(config, backbone)
+    adapters = []
+    train = LockstepTrainer.train
+
+    def spy(self, lanes, *args, **kwargs):
+        for lane, result in zip(lanes, train(self, lanes, *args, **kwargs), strict=True):
+            adapters.append(lane.theta + result.delta_theta)
+            yield result
+
+    monkeypatch.setattr(LockstepTrainer, "train", spy)
+    state = build_method(config).prepare(engine)
+    engine.detach()
+    owners = [m for client in engine.clients for m in client.assignment]
+    assert len(owners) == len(adapters) == state.report["prototypes"]
+    for m, expert in enumerate(state.layout.unstack(state.theta)):
+        mean = torch.stack([a for a, owner in zip(adapters, owners, strict=True) if owner == m]).mean(0)
+        torch.testing.assert_close(expert, mean)
+
+
+def test_a_round_is_the_asymmetric_average_of_lone_clients(config, backbone):
+    """Each client trained alone, then both sums written out, equals one federated round."""
+    engine = make_engine(config, backbone)
+    method = build_method(config)
+    state = method.prepare(engine)
+    final = federate(method, engine, state, range(1), lambda state, report: None)
+    layout, owner = state.layout, state.layout.expert_of_column
+    theta, phi = state.theta.clone(), state.phi.clone()
+    counts = [c.counts(layout.experts) for c in engine.clients]
+    for client, n in zip(engine.clients, counts, strict=True):
+        lane = method.lane(client, state, 0)
+        result = next(engine.train(layout, state.router, [lane], "alone"))
+        share = torch.tensor([n[m] / sum(c[m] for c in counts) if sum(c[m] for c in counts) else 0.0
+                              for m in range(layout.experts)])  # fmt: skip
+        theta += share[owner] * result.delta_theta
+        phi += len(client) / sum(map(len, engine.clients)) * result.delta_phi
+    engine.detach()
+    assert (theta - final.theta).abs().max() <= 1e-5 and (phi - final.phi).abs().max() <= 1e-5
+    assert (final.theta - state.theta).abs().max() > 1e-3
+
+
+def test_every_example_counts_for_exactly_one_expert(config, backbone):
+    engine = make_engine(config, backbone)
+    state = build_method(config).prepare(engine)
+    engine.detach()
+    for client in engine.clients:
+        assert client.counts(state.layout.experts).sum() == len(client)
+        assert (
+            torch.bincount(client.example_experts(), minlength=state.layout.experts).tolist()
+            == client.counts(state.layout.experts).tolist()
+        )
+
+
+@pytest.mark.parametrize(("asked", "count"), [(1.0, 10), (0.3, 3), (0.01, 1), (4, 4), (99, 10)])
+def test_participation_is_a_fraction_or_a_count(config, asked, count):
+    clients = [Client(i, ClientData(str(i), [], torch.zeros(0, 1))) for i in range(10)]
+    tree = to_tree(config)
+    tree["training"]["participation"] = asked
+    rounds = [sample_clients(clients, from_tree(tree), t) for t in range(6)]
+    assert all(len(chosen) == count == len({c.index for c in chosen}) for chosen in rounds)
+    if count < 10:
+        assert len({tuple(c.index for c in chosen) for chosen in rounds}) > 1
+    assert rounds == [sample_clients(clients, from_tree(tree), t) for t in range(6)]
+
+
+def test_one_pattern_everywhere_still_trains(config, backbone):
+    """Identical prompts: one bucket a client, too little to align with two clients, and no NaN."""
+    engine = make_engine(config, backbone)
+    engine.clients = engine.clients[:2]
+    for client in engine.clients:
+        client.data.features[:] = 1.0
+    state, final = run(config, engine)
+    assert [len(c.buckets) for c in engine.clients] == [1, 1] and state.layout.experts == 1
+    assert np.isfinite(final.theta.numpy()).all()
+
+
+def test_every_method_has_a_summary():
+    from fedweave.methods import method_class
+
+    assert all(method_class(name).summary for name in METHODS)

@@ -1,0 +1,152 @@
+"""K clients in lockstep learn what each learns alone, and what a plain PyTorch loop over PEFT learns."""
+
+import copy
+import math
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from fedweave.experts.layout import AdapterLayout
+from fedweave.router.mlp import RouterLayout
+from fedweave.training.batch import Capacity, build_batch
+from fedweave.training.lockstep import LaneGroup, clip_lanes
+from tests.helpers import TARGETS, make_lanes, make_trainer
+
+
+def setup(backbone, experts=3, routed=True):
+    layout = AdapterLayout.of(backbone.linear_layers(TARGETS), 4, experts)
+    return layout, RouterLayout(backbone.width, 16, experts) if routed else None
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen2", "gemma2", "gemma3"])
+@pytest.mark.parametrize("dropout", [0.0, 0.2])
+def test_lockstep_equals_one_by_one(backbone_of, family, dropout):
+    backbone = backbone_of(family)
+    layout, router = setup(backbone)
+    lanes = make_lanes(backbone, layout, router, clients=4)
+    trainer, mixture = make_trainer(backbone, layout, router, dropout)
+    alone = list(trainer.train(lanes, lanes_per_step=1))
+    for together in (4, 3):
+        for one, many in zip(alone, trainer.train(lanes, lanes_per_step=together), strict=True):
+            assert (one.delta_theta - many.delta_theta).abs().max() <= 1e-5
+            assert (one.delta_phi - many.delta_phi).abs().max() <= 1e-5
+            assert one.losses == pytest.approx(many.losses, abs=1e-5)
+            assert one.tokens == many.tokens
+    mixture.detach()
+    assert alone[0].delta_theta.abs().max() > 1e-2, "nothing was learned, so nothing was tested"
+
+
+def test_a_client_does_not_feel_its_neighbours(backbone):
+    """Another client's huge gradients, other data and other start must not touch loss, clipping or moments."""
+    layout, router = setup(backbone)
+    lanes = make_lanes(backbone, layout, router, clients=3)
+    trainer, mixture = make_trainer(backbone, layout, router)
+    calm = list(trainer.train(lanes, 3))
+    lanes[1].theta = lanes[1].theta * 30
+    lanes[1].schedule = [step[:1] for step in lanes[1].schedule]
+    wild = list(trainer.train(lanes, 3))
+    mixture.detach()
+    for k in (0, 2):
+        assert (calm[k].delta_theta - wild[k].delta_theta).abs().max() <= 1e-5
+        assert (calm[k].delta_phi - wild[k].delta_phi).abs().max() <= 1e-5
+    assert (calm[1].delta_theta - wild[1].delta_theta).abs().max() > 1e-3
+
+
+def test_masked_columns_never_move(backbone):
+    layout, router = setup(backbone)
+    lanes = make_lanes(backbone, layout, router, clients=2)
+    for lane in lanes:
+        lane.trainable = layout.is_b
+    trainer, mixture = make_trainer(backbone, layout, router)
+    for result in trainer.train(lanes, 2):
+        assert not result.delta_theta[~layout.is_b].any() and result.delta_theta[layout.is_b].any()
+    mixture.detach()
+
+
+def test_clipping_is_per_lane_and_joint_over_experts_and_router():
+    experts = torch.tensor([[3.0, 0.0], [0.03, 0.0]])
+    router = torch.tensor([[4.0], [0.04]])
+    norm = clip_lanes([experts, router], limit=1.0)
+    assert norm.tolist() == pytest.approx([5.0, 0.05])
+    assert experts.tolist()[0] == pytest.approx([0.6, 0.0], rel=1e-5) and router[0].item() == pytest.approx(0.8)
+    assert experts[1, 0].item() == pytest.approx(0.03) and router[1, 0].item() == pytest.approx(0.04)
+
+
+def test_one_expert_training_equals_a_peft_loop(backbone):
+    """Four steps of LoRA with AdamW and clipping, written the ordinary way with PEFT and padded batches."""
+    from peft import LoraConfig, get_peft_model
+
+    layout, _ = setup(backbone, experts=1, routed=False)
+    lane = make_lanes(backbone, layout, None, clients=1)[0]
+    trainer, mixture = make_trainer(backbone, layout, None, clip=0.5)
+    result = next(trainer.train([lane], 1))
+    mixture.detach()
+
+    with backbone.decoding():
+        peft = get_peft_model(
+            copy.deepcopy(backbone.model),
+            LoraConfig(r=4, lora_alpha=16, target_modules=list(TARGETS), lora_dropout=0.0, task_type="CAUSAL_LM"),
+        )
+    parameters = dict(peft.named_parameters())
+    for name, tensor in layout.named(lane.theta, 0).items():
+        parameters[name.replace(".weight", ".default.weight")].data.copy_(tensor)
+    trained = [p for p in peft.parameters() if p.requires_grad]
+    optimiser = torch.optim.AdamW(trained, lr=1e-2, weight_decay=0.0)
+    for step, batch in enumerate(lane.schedule):
+        rows = [lane.data.examples[i] for i in batch]
+        length = max(len(r.ids) for r in rows)
+        ids, mask = torch.zeros(2, len(rows), length, dtype=torch.long)
+        labels = torch.full((len(rows), length), -100)
+        for k, r in enumerate(rows):
+            ids[k, : len(r.ids)] = torch.from_numpy(r.ids)
+            mask[k, : len(r.ids)] = 1
+            labels[k, r.answer_start : len(r.ids)] = ids[k, r.answer_start : len(r.ids)]
+        logits = peft(input_ids=ids, attention_mask=mask).logits
+        loss = F.cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten())
+        assert loss.item() == pytest.approx(result.losses[step], abs=1e-5)
+        optimiser.zero_grad()
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(trained, 0.5)
+        optimiser.step()
+    final = layout.named(lane.theta + result.delta_theta, 0)
+    for name, tensor in final.items():
+        theirs = parameters[name.replace(".weight", ".default.weight")]
+        assert (tensor - theirs).abs().max() <= 1e-5
+
+
+def test_router_gradient_is_that_of_the_soft_mixture(backbone):
+    """One step with a tiny rate moves the router against a finite-difference gradient of the loss."""
+    layout, router = setup(backbone)
+    lane = make_lanes(backbone, layout, router, clients=1, steps=1)[0]
+    trainer, mixture = make_trainer(backbone, layout, router, router_rate=1e-3, lr=0.0, clip=1e9)
+    moved = next(trainer.train([lane], 1)).delta_phi
+    column = int(moved.abs().argmax())
+
+    def loss(shift: float) -> float:
+        lane.phi = router.initial(7)
+        lane.phi[column] += shift
+        return next(trainer.train([lane], 1)).losses[0]
+
+    slope = (loss(0.05) - loss(-0.05)) / 0.1
+    mixture.detach()
+    assert abs(slope) > 1e-5
+    # AdamW's first step has the size of the rate and the sign of minus the gradient
+    assert math.copysign(1, moved[column].item()) == -math.copysign(1, slope)
+
+
+def test_a_batch_of_fixed_shape_gives_the_same_step(backbone):
+    """The filling that CUDA graphs need must not show in losses or gradients."""
+    layout, router = setup(backbone)
+    lanes = make_lanes(backbone, layout, router, clients=3)
+    trainer, mixture = make_trainer(backbone, layout, router, dropout=0.1)
+    roomy = Capacity.of(lanes).joined(Capacity(tokens=1024, answers=512, sequences=6, longest=64))
+    group = LaneGroup(trainer, 3, masked=False)
+    results = []
+    for capacity in (None, roomy):
+        group.load(lanes)
+        losses = [group.step(build_batch(lanes, s, 0.1, backbone.device, capacity)) for s in range(3)]
+        results.append((torch.stack(losses), group.experts.delta(), group.routers.delta()))
+    mixture.detach()
+    for plain, filled in zip(*results, strict=True):
+        assert (plain - filled).abs().max() <= 1e-5
