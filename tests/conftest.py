@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import atexit
 import os
+import shutil
 import tempfile
 
 # Before fedweave is imported: tests neither read nor fill the user's cache, and never call out.
-os.environ["FEDWEAVE_CACHE"] = tempfile.mkdtemp(prefix="fedweave-test-cache-")
+os.environ["FEDWEAVE_CACHE"] = _cache = tempfile.mkdtemp(prefix="fedweave-test-cache-")
+atexit.register(shutil.rmtree, _cache, ignore_errors=True)
 os.environ["HF_HUB_OFFLINE"] = "1"
 
 from pathlib import Path

@@ -163,6 +163,8 @@ def _config(arguments: argparse.Namespace, console: Console) -> None:
 
 def _copy(arguments: argparse.Namespace, console: Console) -> None:
     source = find_recipe(arguments.recipe)
+    if arguments.target.suffix not in (".yaml", ".yml"):
+        raise UserError(f"{arguments.target} must end in .yaml, so that `fedweave run` takes it for a file.")
     if arguments.target.exists():
         raise UserError(f"{arguments.target} exists; choose another name.")
     try:

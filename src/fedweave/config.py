@@ -78,6 +78,7 @@ class ExpertsConfig:
     """The LoRA experts."""
 
     rank: int = setting(8, "Rank of one expert.", low=1)
+    single_rank: int = setting(32, "Rank of single-adapter methods: what four experts have together.", low=1)
     alpha: float = setting(16.0, "LoRA scale is alpha / rank.", low=1e-6)
     dropout: float = setting(0.05, "Dropout on the input of A.", low=0.0, high=0.9)
     target_modules: tuple[str, ...] = setting(
@@ -183,7 +184,11 @@ class Config:
 def load_config(recipe: str | Path, overrides: Sequence[str] = ()) -> Config:
     """Defaults, then the recipe (a name or a YAML file), then ``key.path=value`` overrides."""
     path = find_recipe(recipe)
-    tree = read_yaml(path.read_text(encoding="utf-8"), str(path))
+    try:
+        text = path.read_text(encoding="utf-8")
+    except UnicodeDecodeError:
+        raise UserError(f"{path} is not UTF-8 text; save it as UTF-8.") from None
+    tree = read_yaml(text, str(path))
     for item in overrides:
         key, equals, text = item.partition("=")
         if not equals or not key:

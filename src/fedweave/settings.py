@@ -7,6 +7,8 @@ nearest valid one.
 from __future__ import annotations
 
 import dataclasses
+import difflib
+import math
 import types
 import typing
 from dataclasses import field
@@ -53,7 +55,7 @@ def describe(cls: type, prefix: str = "") -> list[tuple[str, str, str]]:
 def read_yaml(text: str, where: str) -> dict[str, Any]:
     try:
         tree = yaml.safe_load(text)
-    except yaml.YAMLError as error:
+    except (yaml.YAMLError, ValueError) as error:
         mark = getattr(error, "problem_mark", None)
         line = f", line {mark.line + 1}" if mark else ""
         raise UserError(f"{where}{line} is not valid YAML: {getattr(error, 'problem', error)}.") from None
@@ -67,7 +69,7 @@ def read_yaml(text: str, where: str) -> dict[str, Any]:
 def read_yaml_value(text: str, key: str) -> Any:
     try:
         return yaml.safe_load(text)
-    except yaml.YAMLError:
+    except (yaml.YAMLError, ValueError):
         raise UserError(f"the value of {key} is not valid YAML: {text!r}.") from None
 
 
@@ -75,7 +77,9 @@ def insert(tree: dict[str, Any], key: str, value: Any) -> None:
     """Put a value at a dotted key."""
     *parents, last = key.split(".")
     for name in parents:
-        tree = tree.setdefault(name, {})
+        if tree.get(name) is None:  # an empty section is None
+            tree[name] = {}
+        tree = tree[name]
         if not isinstance(tree, dict):
             raise UserError(f"{key!r} is no config key: {name!r} has no keys below it.")
     tree[last] = value
@@ -111,7 +115,12 @@ def _hint(name: str, prefix: str, siblings: list[str], root: type) -> str:
     elsewhere = [key for key, _, _ in describe(root) if key.split(".")[-1] == name]
     if elsewhere:
         return f"did you mean {' or '.join(map(repr, sorted(elsewhere, key=len)))}?"
-    return nearest(name, siblings) if not prefix else nearest(prefix + name, [prefix + s for s in siblings])
+    close = difflib.get_close_matches(name, siblings, n=1, cutoff=0.5)
+    return (
+        nearest(prefix + close[0], [prefix + close[0]])
+        if close
+        else f"valid: {', '.join(prefix + s for s in siblings)}."
+    )
 
 
 def _convert(value: Any, hint: Any, key: str, limits: typing.Mapping[str, Any]) -> Any:
@@ -152,12 +161,12 @@ def _number(value: Any, hint: type, key: str, limits: typing.Mapping[str, Any]) 
     kind = "a whole number" if hint is int else "a number"
     try:  # YAML reads 1e-4 as text
         number = float(value) if not isinstance(value, bool) else None
-    except (TypeError, ValueError):
+    except (TypeError, ValueError, OverflowError):
         number = None
-    if number is None or number != number or (hint is int and number != int(number)):
+    if number is None or not math.isfinite(number) or (hint is int and number != int(number)):
         raise UserError(f"{key} must be {kind}, not {value!r}.")
     low, high = limits.get("low"), limits.get("high")
     if (low is not None and number < low) or (high is not None and number > high):
         between = f"at least {low:g}" if high is None else f"between {low:g} and {high:g}"
         raise UserError(f"{key} must be {between}, not {value!r}.")
-    return hint(number)
+    return int(value) if hint is int and isinstance(value, int) else hint(number)  # a large seed is exact

@@ -153,7 +153,11 @@ def test_content_of_a_conversation_begins_behind_the_system_prompt(chat_tokenize
     assert words.endswith(f"user\n{ASK}")
 
 
-@pytest.mark.xfail(strict=True, reason="prompts.render finds the words in the template's own text")
+def test_blanks_around_the_words_are_not_pooled_in_chat(chat_tokenizer):
+    text, start, end = PromptFormat(chat_tokenizer, BackboneConfig()).render(f"  {ASK}\n")
+    assert text[start:end] == ASK
+
+
 @pytest.mark.parametrize("words", ["a", "user", "assistant"])
 def test_words_that_the_template_uses_itself_are_found_where_the_user_said_them(chat_tokenizer, words):
     text, start, end = PromptFormat(chat_tokenizer, BackboneConfig()).render(words)
@@ -161,7 +165,6 @@ def test_words_that_the_template_uses_itself_are_found_where_the_user_said_them(
     assert text[start:end] == words
 
 
-@pytest.mark.xfail(strict=True, reason="prompts.render finds the words in the system prompt")
 def test_words_that_the_system_prompt_uses_are_found_where_the_user_said_them(chat_tokenizer):
     turns = ({"role": "system", "content": "Say Hello first."}, {"role": "user", "content": "Hello"})
     text, start, end = PromptFormat(chat_tokenizer, BackboneConfig()).render(turns)

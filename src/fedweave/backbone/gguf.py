@@ -63,16 +63,19 @@ def _convert(gguf: Path, folder: Path) -> None:
     hf_logging.disable_progress_bar()
     try:
         tokenizer = build_tokenizer(gguf)
-        model = AutoModelForCausalLM.from_pretrained(
+        model, info = AutoModelForCausalLM.from_pretrained(
             str(gguf.parent),
             gguf_file=gguf.name,
             dtype=torch.bfloat16,
             quantization_config=GgufConfig(dequantize=True),
+            output_loading_info=True,
         )
+        if info["missing_keys"]:
+            raise ValueError(f"it lacks {sorted(info['missing_keys'])[0]}")
     except UserError:
         raise
     except Exception as error:
-        raise UserError(f"{gguf} cannot be read as a GGUF language model: {error}") from error
+        raise UserError(f"{gguf} cannot be read as a GGUF language model: {_first_line(error)}") from error
     model.hf_quantizer = None
     for mark in ("quantization_config", "_pre_quantization_dtype"):
         if hasattr(model.config, mark):
@@ -86,6 +89,10 @@ def _convert(gguf: Path, folder: Path) -> None:
     folder.mkdir(parents=True)
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).strip().splitlines() or [type(error).__name__])[0]
 
 
 class _Tables:

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 
 from fedweave.backbone import packing
 from fedweave.backbone.catalog import locate
@@ -101,6 +102,8 @@ class Backbone:
                 f"are {', '.join(sorted(linear))}."
             )
         for name, module in found.items():
+            if module is self.model.get_output_embeddings():
+                raise UserError(f"experts.target_modules: {name!r} is the output layer, which carries no experts.")
             if not isinstance(module, torch.nn.Linear):
                 raise UserError(f"experts.target_modules: {name} is a {type(module).__name__}, not a linear layer.")
         return found
@@ -137,9 +140,11 @@ def load_backbone(config: BackboneConfig) -> Backbone:
     hf_logging.disable_progress_bar()
     try:
         tokenizer = AutoTokenizer.from_pretrained(located.path)
-        model = AutoModelForCausalLM.from_pretrained(located.path, dtype=dtype)
-    except (OSError, ValueError, KeyError) as error:
-        reason = str(error).strip().splitlines()[0]
+        model, info = AutoModelForCausalLM.from_pretrained(located.path, dtype=dtype, output_loading_info=True)
+        if info["missing_keys"]:
+            raise ValueError(f"the files lack {sorted(info['missing_keys'])[0]}")
+    except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
+        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
         raise UserError(f"backbone.model={config.model} cannot be loaded: {reason}") from error
     if not getattr(tokenizer, "is_fast", False):
         raise UserError(f"backbone.model={config.model} has no fast tokenizer, which FedWeave needs.")

@@ -73,11 +73,18 @@ class PromptFormat:
             return f"{words}\n\nResponse:", 0, len(words)
         messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else list(prompt)
         text = self.tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
-        asked = [m["content"].strip() for m in messages if m["role"] != "system"]
-        first, last = text.find(asked[0]), text.rfind(asked[-1])
-        if first < 0 or last < 0:  # the template rewrote the words: pool over all of it
-            return text, 0, len(text)
-        return text, first, last + len(asked[-1])
+        # Where the template puts the words: render once more with marks that it cannot contain itself.
+        marked = [dict(m) for m in messages]
+        asked = [m for m in marked if m["role"] != "system"]
+        lead = len(asked[0]["content"]) - len(asked[0]["content"].lstrip())
+        asked[0]["content"] = asked[0]["content"][:lead] + "\ue000" + asked[0]["content"][lead:]
+        tail = len(asked[-1]["content"].rstrip())
+        asked[-1]["content"] = asked[-1]["content"][:tail] + "\ue001" + asked[-1]["content"][tail:]
+        shadow = self.tokenizer.apply_chat_template(marked, tokenize=False, add_generation_prompt=True)
+        first, last = shadow.find("\ue000"), shadow.find("\ue001") - 1
+        if shadow.replace("\ue000", "").replace("\ue001", "") != text or first < 0 or last < first:
+            return text, 0, len(text)  # the template rewrote the words: pool over all of it
+        return text, first, last
 
     def _end_token(self) -> int | None:
         """The token that truly ends an answer: what the chat template puts behind it, else EOS."""

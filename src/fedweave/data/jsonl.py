@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import zlib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -31,16 +32,17 @@ def read_rows(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
     try:
         with opener(path, "rb") as source:
             data = source.read()
-    except (OSError, EOFError) as error:
+    except (OSError, EOFError, zlib.error) as error:
         raise UserError(f"{path} cannot be read: {error}.") from error
     for number, line in enumerate(data.split(b"\n"), start=1):
         if not line.strip():
             continue
         try:
             row = json.loads(line.decode("utf-8"))
-        except UnicodeDecodeError:
+            json.dumps(row, ensure_ascii=False).encode()  # half of a surrogate pair is no text
+        except UnicodeError:
             raise UserError(f"{path}:{number}: not UTF-8 text; save the file as UTF-8.") from None
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise UserError(f"{path}:{number}: not valid JSON ({error}); every line must be one object.") from None
         if not isinstance(row, dict):
             raise UserError(f"{path}:{number}: a row must be a JSON object, not a {type(row).__name__}.")
@@ -79,8 +81,9 @@ def _messages(messages: Any, where: str) -> tuple[Prompt, str]:
     *prompt, last = messages
     if last["role"] != "assistant" or not last["content"].strip():
         raise UserError(f"{where}: the last message must be the assistant's non-empty answer.")
-    if not any(m["role"] == "user" for m in prompt):
-        raise UserError(f"{where}: there is no user message before the answer.")
+    asked = [m["content"] for m in prompt if m["role"] == "user"]
+    if not asked or not all(text.strip() for text in asked):
+        raise UserError(f"{where}: there is no user message before the answer, or it is empty.")
     return tuple({"role": m["role"], "content": m["content"]} for m in prompt), last["content"]
 
 
@@ -91,6 +94,9 @@ def load_client_folder(config: DataConfig, evaluation: EvaluationConfig, seed: i
         raise UserError(f"data.path={config.path}: there is no such folder.")
     files = sorted(p for p in folder.iterdir() if p.name.endswith((".jsonl", ".jsonl.gz")))
     stems = {p.name.split(".jsonl")[0]: p for p in files}
+    if len(stems) < len(files):
+        twice = next(p for p in files if stems[p.name.split(".jsonl")[0]] != p)
+        raise UserError(f"{twice} and {stems[twice.name.split('.jsonl')[0]].name} are the same client; keep one.")
     client_files = {name: p for name, p in stems.items() if name not in HELD_OUT}
     if not client_files:
         raise UserError(f"data.path={config.path}: the folder holds no client file; it needs one NAME.jsonl each.")

@@ -48,7 +48,9 @@ def dirichlet_partition(
         rows = list(rows)
         rng.shuffle(rows)
         column = mixtures[:, t]
-        counts = rng.multinomial(len(rows), column / column.sum())
+        total_share = column.sum()
+        even = np.full(clients, 1 / clients)
+        counts = rng.multinomial(len(rows), column / total_share if total_share > 1e-300 else even)
         start = 0
         for share, count in zip(shares, counts, strict=True):
             share += rows[start : start + count]

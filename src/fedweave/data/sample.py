@@ -55,6 +55,15 @@ _SUBJECTS = [
 ]
 _GOOD = ["wonderful", "delightful", "excellent", "superb", "charming", "fantastic", "a joy", "brilliant"]
 _BAD = ["terrible", "boring", "awful", "a waste of money", "disappointing", "horrible", "dreadful", "broken"]
+_AFTER = [
+    "Never again.",
+    "Ask my friends.",
+    "That is all.",
+    "I mean it.",
+    "What a day.",
+    "Believe me.",
+    "So it goes.",
+]
 _STRENGTH = ["really", "simply", "truly", "just", "absolutely", "quite"]
 _KINDS = {
     "animal": ["dog", "horse", "whale", "sparrow", "tiger", "goat", "frog", "bear"],
@@ -84,7 +93,7 @@ def _mood(rng: np.random.Generator) -> tuple[str, str]:
     good = bool(rng.integers(2))
     subject, strength = str(rng.choice(_SUBJECTS)), str(rng.choice(_STRENGTH))
     word = str(rng.choice(_GOOD if good else _BAD))
-    text = f"Review: {subject} was {strength} {word}!\nMood of the review, one word:"
+    text = f"Review: {subject} was {strength} {word}! {rng.choice(_AFTER)}\nMood of the review, one word:"
     return text, "positive" if good else "negative"
 
 
@@ -110,7 +119,7 @@ def make_sample(per_task: int, seed: int) -> tuple[dict[str, Pool], dict[str, Ta
     for position, (name, (_, make)) in enumerate(_MAKERS.items()):
         rng = np.random.default_rng([seed, position])
         seen: dict[str, str] = {}
-        for _ in range(50 * per_task):
+        for _ in range(12 * per_task):
             if len(seen) == per_task:
                 break
             prompt, answer = make(rng)

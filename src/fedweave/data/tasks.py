@@ -31,18 +31,26 @@ def _coedit(row: dict[str, Any]) -> tuple[str, str]:
     return row["src"], row["tgt"]
 
 
+def _text(value: Any) -> str:
+    if not isinstance(value, str):
+        raise ValueError(f"{value!r} is no text")
+    return value
+
+
 def _gsm8k(row: dict[str, Any]) -> tuple[str, str]:
     ask = "Work out the answer in a few short steps. Put the result on a last line of the form #### <answer>."
-    return f"{ask}\n\n{row['question']}", row["answer"]
+    return f"{ask}\n\n{_text(row['question'])}", row["answer"]
 
 
 def _tweet(row: dict[str, Any]) -> tuple[str, str]:
     ask = "What is the mood of this tweet? Reply with exactly one word: negative, neutral or positive."
-    return f"{ask}\n\nTweet: {row['text']}", SENTIMENTS[row["label"]]
+    return f"{ask}\n\nTweet: {_text(row['text'])}", dict(enumerate(SENTIMENTS))[row["label"]]
 
 
 def _arc(row: dict[str, Any]) -> tuple[str, str]:
     options = zip(row["choices"]["label"], row["choices"]["text"], strict=True)
+    if row["answerKey"] not in row["choices"]["label"]:
+        raise ValueError("answerKey is none of the labels")
     listed = "\n".join(f"({label}) {text}" for label, text in options)
     return f"Pick the right option and reply with its letter only.\n\n{row['question']}\n{listed}", row["answerKey"]
 
@@ -107,8 +115,12 @@ def _from_folder(source: Source, folder: Path) -> Pool:
     for split in SPLITS:
         for path in (folder / f"{split}.jsonl", folder / f"{split}.jsonl.gz"):
             if path.is_file():
-                pool += [_example(source, row, split, n - 1, f"{path}:{n}") for n, row in read_rows(path)]
+                pool += [
+                    _example(source, row, split, n - 1, f"{path}:{n}", folder.name) for n, row in read_rows(path)
+                ]
                 break
+    if not pool:
+        raise UserError(f"{folder} holds no row; it needs train.jsonl or train.jsonl.gz.")
     return pool
 
 
@@ -137,11 +149,11 @@ def _from_hub(source: Source) -> Pool:
     ]
 
 
-def _example(source: Source, row: dict[str, Any], split: str, index: int, where: str) -> Example:
+def _example(source: Source, row: dict[str, Any], split: str, index: int, where: str, name: str = "") -> Example:
     try:
         prompt, answer = source.convert(row)
         if not prompt.strip() or not answer.strip():
             raise ValueError("empty prompt or answer")
     except (KeyError, IndexError, TypeError, ValueError, AttributeError) as error:
         raise UserError(f"{where} is no {source.task.title} row: {type(error).__name__} {error}.") from None
-    return Example(prompt.strip(), answer.strip(), source.task.name, f"{source.folders[0]}/{split}:{index}")
+    return Example(prompt.strip(), answer.strip(), source.task.name, f"{name or source.folders[0]}/{split}:{index}")

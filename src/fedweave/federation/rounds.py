@@ -40,7 +40,7 @@ def federate(
     for t in rounds:
         participants = sample_clients(engine.clients, method.config, t)  # line 8: S_t
         received: list[Update] = []
-        updates = local_updates(method, engine, state, participants, t)  # lines 9-13
+        updates = method.local_updates(engine, state, participants, t)  # lines 9-13
         state = method.aggregate(state, _finite(updates, participants, received))  # line 14
         losses = [float(np.mean(u.losses)) for u in received]
         after_round(
@@ -58,16 +58,6 @@ def sample_clients(clients: list[Client], config: Config, t: int) -> list[Client
     rng = np.random.default_rng(stream_key("participants", config.seed, t))
     chosen = sorted(rng.permutation(len(clients))[:count])
     return [clients[i] for i in chosen]
-
-
-def local_updates(
-    method: Method, engine: InProcessEngine, state: ServerState, participants: list[Client], t: int
-) -> Iterator[Update]:
-    """Every participant trains from the broadcast state; updates arrive one by one."""
-    lanes = [method.lane(client, state, t) for client in participants]
-    results = engine.train(state.layout, state.router, lanes, f"round {t + 1}", transient=True)
-    for client, result in zip(participants, results, strict=True):
-        yield method.update(client, state, result)
 
 
 def _finite(updates: Iterator[Update], participants: list[Client], received: list[Update]) -> Iterator[Update]:

@@ -32,14 +32,19 @@ class RoutedModel:
     mixture: Mixture
     theta: torch.Tensor  # [P]
     router: RouterLayout | None
-    phi: torch.Tensor | None  # [Q]
+    phi: torch.Tensor | None  # [R, Q]
+    shares: list[float]  # [R] how much each router counts
 
     def weights(self, features: torch.Tensor) -> torch.Tensor:
         """Soft router weights of cached features: [n, d] to [n, M] on the CPU."""
         if self.router is None or self.phi is None:
             return torch.ones(len(features), 1)
         with torch.no_grad():
-            return self.router.route(self.phi, features.to(self.phi)).cpu()
+            inputs = features.to(self.phi)
+            votes = [
+                share * self.router.route(phi, inputs) for phi, share in zip(self.phi, self.shares, strict=True)
+            ]
+            return torch.stack(votes).sum(0).cpu()
 
     def route(self, prompts: Sequence[Prompt]) -> torch.Tensor:
         """Soft router weights of prompts, [n, M]."""

@@ -11,6 +11,14 @@ if TYPE_CHECKING:
 
 METHODS = {
     "fedweave": "fedweave.methods.fedweave:FedWeave",
+    "fedit": "fedweave.methods.single:FedIT",
+    "ffa-lora": "fedweave.methods.single:FFALoRA",
+    "fedsa-lora": "fedweave.methods.single:FedSALoRA",
+    "fedlease": "fedweave.methods.fedlease:FedLEASE",
+    "without-prototype-expert": "fedweave.methods.ablations:WithoutPrototypeExpert",
+    "without-client-router": "fedweave.methods.ablations:WithoutClientRouter",
+    "oracle": "fedweave.methods.ablations:Oracle",
+    "local-only": "fedweave.methods.single:LocalOnly",
 }
 
 

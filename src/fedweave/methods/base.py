@@ -1,13 +1,13 @@
 """What a federated method is: how it prepares, what a client trains, what it sends, how the server averages.
 
 Everything a baseline or an ablation changes is one of these functions; the round loop, the trainer and the
-engines are the same for all.
+engines are the same for all. The defaults are FedAvg of whole updates.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -25,19 +25,36 @@ from fedweave.training.schedule import allot_steps, local_schedule
 
 @dataclass
 class ServerState:
-    """What the server holds and broadcasts."""
+    """What the server holds and broadcasts; ``private`` stands for what clients keep to themselves."""
 
     layout: AdapterLayout
     router: RouterLayout | None
     theta: torch.Tensor  # [P] the experts
-    phi: torch.Tensor | None  # [Q] the router
+    phi: torch.Tensor | None  # [R, Q] the routers, one for all or one per cluster
+    shares: list[float] = field(default_factory=lambda: [1.0])  # [R] weight of each router at inference
+    private: torch.Tensor | None = None  # [clients, P] parameters that never leave their client
     report: dict[str, Any] = field(default_factory=dict)  # how discovery and alignment went
+
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """What a checkpoint must hold."""
+        named = {"theta": self.theta, "phi": self.phi, "private": self.private}
+        return {name: tensor for name, tensor in named.items() if tensor is not None}
+
+
+@dataclass
+class Served:
+    """One model that answers: experts and routers."""
+
+    theta: torch.Tensor  # [P]
+    phi: torch.Tensor | None  # [R, Q]
+    shares: list[float]  # [R]
 
 
 class Method:
-    """FedAvg at the granularity that a subclass chooses; see :class:`fedweave.methods.fedweave.FedWeave`."""
+    """The steps of a federated method; :class:`fedweave.methods.fedweave.FedWeave` is the fullest example."""
 
     summary = ""
+    uses_labels = False  # True only for an upper bound that is told the tasks
 
     def __init__(self, config: Config):
         self.config = config
@@ -56,22 +73,25 @@ class Method:
         schedule = local_schedule(
             client.buckets, training.local_steps, training.batch_size, self.config.seed, t, client.index
         )
-        key = (self.config.seed, t, client.index)
-        return Lane(client.data, schedule, state.theta, state.phi, key)
+        phi = state.phi[0] if state.phi is not None else None
+        return Lane(client.data, schedule, state.theta, phi, (self.config.seed, t, client.index))
 
     def update(self, client: Client, state: ServerState, result: LaneResult) -> Update:
         """Line 12: what client i sends."""
         budget = allot_steps([len(b) for b in client.buckets], self.config.training.local_steps)
         counts = client.counts(state.layout.experts, budget)
         return Update(
-            client.index,
-            result.delta_theta,
-            counts,
-            result.delta_phi,
-            len(client),
-            result.losses,
-            result.tokens,
+            client.index, result.delta_theta, counts, result.delta_phi, len(client), result.losses, result.tokens
         )
+
+    def local_updates(
+        self, engine: InProcessEngine, state: ServerState, participants: list[Client], t: int
+    ) -> Iterator[Update]:
+        """Lines 9 to 13: every participant trains from the broadcast state; updates arrive one by one."""
+        lanes = [self.lane(client, state, t) for client in participants]
+        results = engine.train(state.layout, state.router, lanes, f"round {t + 1}", transient=True)
+        for client, result in zip(participants, results, strict=True):
+            yield self.update(client, state, result)
 
     # ---------------------------------------------------------------------------------- server side
 
@@ -84,4 +104,18 @@ class Method:
             if router is not None and update.delta_phi is not None:
                 router.add(update.delta_phi, update.samples)
         phi = state.phi + router.step() if router is not None and state.phi is not None else None
-        return ServerState(state.layout, state.router, state.theta + experts.step(), phi, state.report)
+        return replace(state, theta=state.theta + experts.step(), phi=phi)
+
+    # ---------------------------------------------------------------------------------- inference
+
+    def served(self, state: ServerState) -> list[Served]:
+        """The global model; a method without one names every client's, and figures are their mean."""
+        return [Served(state.theta, state.phi, state.shares)]
+
+
+def one_bucket(engine: InProcessEngine) -> None:
+    """Methods whose unit is the client: everything in one bucket, for one expert."""
+    import numpy as np
+
+    for client in engine.clients:
+        client.buckets, client.assignment = [np.arange(len(client))], [0]

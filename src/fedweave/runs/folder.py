@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import shutil
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +25,7 @@ from fedweave.federation.checkpoint import (
 )
 from fedweave.federation.client import Client
 from fedweave.methods.base import ServerState
+from fedweave.router.mlp import RouterLayout
 from fedweave.runs.workspace import Workspace
 from fedweave.settings import to_tree
 
@@ -109,9 +110,9 @@ class RunFolder:
     def save(self, workspace: Workspace, progress: Progress) -> None:
         """Everything that resuming needs. The best state rides along only while it is not the current one."""
         state, best = progress.state, progress.best
-        tensors = _state_tensors(state, "")
+        tensors = state.tensors()
         if progress.best_round != progress.completed:
-            tensors |= _state_tensors(best, "best_")
+            tensors |= {f"best_{name}": tensor for name, tensor in best.tensors().items()}
         meta = {
             "completed": progress.completed,
             "best_round": progress.best_round,
@@ -119,7 +120,8 @@ class RunFolder:
             "seconds": progress.seconds,
             "rank": state.layout.rank,
             "experts": state.layout.experts,
-            "routed": state.router is not None,
+            "router": asdict(state.router) if state.router else None,
+            "shares": state.shares,
             "report": state.report,
             "clients": [_client_record(c) for c in workspace.engine.clients],
             "metrics_bytes": self.metrics.stat().st_size,
@@ -161,25 +163,20 @@ class RunFolder:
         return Progress(state, meta["completed"], best, meta["best_round"], meta["best_loss"], meta["seconds"])
 
 
-def _state_tensors(state: ServerState, prefix: str) -> dict[str, torch.Tensor]:
-    tensors = {f"{prefix}theta": state.theta}
-    return tensors if state.phi is None else {**tensors, f"{prefix}phi": state.phi}
-
-
 def rebuild_state(
     workspace: Workspace, tensors: dict[str, torch.Tensor], meta: dict[str, Any], prefix: str
 ) -> ServerState:
-    from fedweave.router.mlp import RouterLayout
-
-    config, device = workspace.config, workspace.backbone.device
-    layout = workspace.engine.layout(meta["rank"], meta["experts"])
-    router = phi = None
-    if meta["routed"]:
-        router = RouterLayout(
-            workspace.backbone.width, config.router.hidden, meta["experts"], config.router.features
-        )
-        phi = tensors[f"{prefix}phi"].to(device)
-    return ServerState(layout, router, tensors[f"{prefix}theta"].to(device), phi, meta["report"])
+    parts = {name: tensors.get(f"{prefix}{name}") for name in ("theta", "phi", "private")}
+    on_device = {name: t.to(workspace.backbone.device) for name, t in parts.items() if t is not None}
+    return ServerState(
+        layout=workspace.engine.layout(meta["rank"], meta["experts"]),
+        router=RouterLayout(**meta["router"]) if meta["router"] else None,
+        theta=on_device["theta"],
+        phi=on_device.get("phi"),
+        shares=meta["shares"],
+        private=on_device.get("private"),
+        report=meta["report"],
+    )
 
 
 def config_hash(config: Config) -> str:

@@ -6,6 +6,8 @@ import time
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from fedweave.backbone.load import weights_hash
 from fedweave.config import Config
 from fedweave.console import Console
@@ -13,13 +15,12 @@ from fedweave.errors import UserError
 from fedweave.evaluation.audit import alignment_audit, per_task
 from fedweave.evaluation.losses import example_losses
 from fedweave.federation.rounds import RoundReport, federate
-from fedweave.inference.model import RoutedModel
 from fedweave.methods import build_method
 from fedweave.methods.base import ServerState
 from fedweave.router.mlp import sparsify
 from fedweave.runs.folder import Progress, RunFolder
 from fedweave.runs.report import final_report
-from fedweave.runs.summary import summarise
+from fedweave.runs.summary import routed_models, summarise
 from fedweave.runs.workspace import Prepared, Workspace, prepare
 
 
@@ -47,6 +48,9 @@ def _execute(run: RunFolder, prepared: Prepared, console: Console) -> dict[str, 
     started = time.monotonic()
     workspace = prepared.build(console)
     method = build_method(workspace.config)
+    if method.uses_labels:
+        console.warn(f"{workspace.config.method} is told every task label: an upper bound, not a method.")
+        workspace.reveal_labels()
     progress = run.load(workspace, console)
     earlier = progress.seconds if progress else 0.0
     if progress is None:
@@ -100,18 +104,16 @@ def _execute(run: RunFolder, prepared: Prepared, console: Console) -> dict[str, 
     return summary
 
 
-def routed_model(workspace: Workspace, state: ServerState) -> RoutedModel:
-    return RoutedModel(
-        workspace.backbone, workspace.engine.mixture(state.layout), state.theta, state.router, state.phi
-    )
-
-
 def _validate(workspace: Workspace, state: ServerState, run: RunFolder, completed: int) -> float:
     """Validation loss, the plain mean over examples: choosing a round uses no label. Labels only sort the log."""
-    held, model = workspace.validation, routed_model(workspace, state)
-    weights = model.weights(held.features)
-    gates = sparsify(weights, workspace.config.evaluation.selection)
-    losses = example_losses(workspace.backbone, held.encoded, model.mixture, state.theta, gates)
+    held = workspace.validation
+    losses = torch.zeros(len(held.encoded))
+    models = routed_models(workspace, state)
+    for model in models:
+        weights = model.weights(held.features)
+        gates = sparsify(weights, workspace.config.evaluation.selection)
+        part = example_losses(workspace.backbone, held.encoded, model.mixture, model.theta, gates)
+        losses += part / len(models)
     entropy = -(weights.clamp(min=1e-12).log() * weights).sum(1).mean().item()
     run.log(
         "validation",

@@ -20,6 +20,7 @@ from fedweave.evaluation.scores import METRICS, score
 from fedweave.federation.checkpoint import write_atomic
 from fedweave.inference.generate import generate
 from fedweave.inference.model import RoutedModel
+from fedweave.methods import build_method
 from fedweave.methods.base import ServerState
 from fedweave.router.mlp import sparsify
 from fedweave.runs.folder import Progress, RunFolder
@@ -62,7 +63,7 @@ def summarise(run: RunFolder, workspace: Workspace, progress: Progress, console:
         "experts": progress.state.layout.experts,
         "parameters": {
             "experts": progress.state.layout.size,
-            "router": progress.state.router.size if progress.state.router else 0,
+            "router": progress.state.phi.numel() if progress.state.phi is not None else 0,
         },
         "rounds": progress.completed,
         "audit": discovery.get("audit"),
@@ -73,6 +74,15 @@ def summarise(run: RunFolder, workspace: Workspace, progress: Progress, console:
     }
 
 
+def routed_models(workspace: Workspace, state: ServerState) -> list[RoutedModel]:
+    """The models that a method serves: one, or every client's own."""
+    mixture = workspace.engine.mixture(state.layout)
+    return [
+        RoutedModel(workspace.backbone, mixture, one.theta, state.router, one.phi, one.shares)
+        for one in build_method(workspace.config).served(state)
+    ]
+
+
 def evaluate_state(
     workspace: Workspace,
     state: ServerState,
@@ -80,22 +90,45 @@ def evaluate_state(
     console: Console,
     predictions: list[dict[str, Any]] | None = None,
 ) -> dict[str, Any]:
-    """Losses of every routing, scores of the chosen one, and the routing table."""
+    """Losses of every routing, scores of the chosen one, the routing table; means where several models serve."""
+    models = routed_models(workspace, state)
+    results = [
+        _evaluate_model(workspace, model, held, console, predictions if model is models[0] else None)
+        for model in models
+    ]
+    return _mean_tree(results)
+
+
+def _mean_tree(trees: list[Any]) -> Any:
+    """The mean of equal-shaped trees of numbers; anything else is taken from the first."""
+    first = trees[0]
+    if isinstance(first, dict):
+        return {key: _mean_tree([tree[key] for tree in trees]) for key in first}
+    if isinstance(first, list):
+        return [_mean_tree(list(items)) for items in zip(*trees, strict=True)]
+    return float(np.mean(trees)) if isinstance(first, float) and len(trees) > 1 else first
+
+
+def _evaluate_model(
+    workspace: Workspace,
+    model: RoutedModel,
+    held: TestSet,
+    console: Console,
+    predictions: list[dict[str, Any]] | None,
+) -> dict[str, Any]:
     settings = workspace.config.evaluation
-    model = RoutedModel(
-        workspace.backbone, workspace.engine.mixture(state.layout), state.theta, state.router, state.phi
-    )
     weights = model.weights(held.features)  # [n, M]
     result: dict[str, Any] = {
         "loss": {},
         "routing": routing_table(weights, held.labels),
         "top1": routing_table(sparsify(weights, "sparse"), held.labels),
     }
-    routings = dict.fromkeys(["sparse", "soft", settings.routing] if state.layout.experts > 1 else ["sparse"])
+    several = model.mixture.layout.experts > 1
+    routings = dict.fromkeys(["sparse", "soft", settings.routing] if several else ["sparse"])
     bar = console.progress("test losses", len(held.encoded) * len(routings), "examples")
     for routing in routings:
         gates = sparsify(weights, routing)
-        losses = example_losses(workspace.backbone, held.encoded, model.mixture, state.theta, gates, bar)
+        losses = example_losses(workspace.backbone, held.encoded, model.mixture, model.theta, gates, bar)
         result["loss"][routing] = per_task(losses, held.labels)
     bar.close()
     if settings.scores:

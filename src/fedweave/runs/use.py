@@ -11,9 +11,9 @@ from fedweave.data.examples import Example, Task
 from fedweave.data.jsonl import read_examples
 from fedweave.errors import UserError
 from fedweave.inference.model import RoutedModel
+from fedweave.methods import method_class
 from fedweave.runs.folder import Progress, RunFolder
-from fedweave.runs.run import routed_model
-from fedweave.runs.summary import evaluate_state
+from fedweave.runs.summary import evaluate_state, routed_models
 from fedweave.runs.workspace import Prepared, Workspace, encode, held_out, prepare
 
 
@@ -22,6 +22,8 @@ def _reopen(folder: Path, overrides: list[str], console: Console) -> tuple[Works
     run, config = RunFolder.open(folder, overrides)
     prepared: Prepared = prepare(config, console)
     workspace = prepared.build(console)
+    if method_class(config.method).uses_labels:
+        workspace.reveal_labels()
     progress = run.load(workspace, console)
     if progress is None:
         raise UserError(f"{folder} has no checkpoint yet; finish it with `fedweave resume {folder}`.")
@@ -30,8 +32,11 @@ def _reopen(folder: Path, overrides: list[str], console: Console) -> tuple[Works
 
 def load_model(folder: Path, last: bool = False) -> RoutedModel:
     """The best round's model (or the last's), ready to answer."""
+    _, config = RunFolder.open(folder)
+    if method_class(config.method).uses_labels:
+        raise UserError(f"{config.method} routes by task label and cannot answer a prompt that has none.")
     workspace, progress, _ = _reopen(folder, [], Console(quiet=True))
-    return routed_model(workspace, progress.state if last else progress.best)
+    return routed_models(workspace, progress.state if last else progress.best)[0]
 
 
 def evaluate_run(folder: Path, overrides: list[str], data: Path | None, last: bool, console: Console) -> str:

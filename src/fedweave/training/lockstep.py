@@ -151,11 +151,21 @@ class LockstepTrainer:
         self, lanes: Sequence[Lane], lanes_per_step: int, on_step: Callable[[int], None] = lambda lanes: None
     ) -> Iterator[LaneResult]:
         """Results in the order of ``lanes``. Running out of memory halves the group and goes on."""
+        by_length: dict[int, list[int]] = {}
+        for index, lane in enumerate(lanes):
+            by_length.setdefault(len(lane.schedule), []).append(index)
+        if len(by_length) > 1:  # only lanes with equally many steps can march together
+            results: dict[int, LaneResult] = {}
+            for members in by_length.values():
+                same = self.train([lanes[i] for i in members], lanes_per_step, on_step)
+                results |= zip(members, same, strict=True)
+            yield from (results[i] for i in range(len(lanes)))
+            return
         start = 0
         while start < len(lanes):
             group = lanes[start : start + lanes_per_step]
             try:
-                results = self._train_group(group, on_step)
+                finished = self._train_group(group, on_step)
             except torch.OutOfMemoryError:
                 if lanes_per_step == 1:
                     raise
@@ -163,7 +173,7 @@ class LockstepTrainer:
                 lanes_per_step = (lanes_per_step + 1) // 2
                 torch.cuda.empty_cache()
                 continue
-            yield from results
+            yield from finished
             start += len(group)
 
     def _train_group(self, lanes: Sequence[Lane], on_step: Callable[[int], None]) -> list[LaneResult]:
