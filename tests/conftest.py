@@ -8,8 +8,7 @@ import shutil
 import tempfile
 
 # Before fedweave is imported: tests neither read nor fill the user's cache, and never call out.
-os.environ["FEDWEAVE_CACHE"] = _cache = tempfile.mkdtemp(prefix="fedweave-test-cache-")
-atexit.register(shutil.rmtree, _cache, ignore_errors=True)
+os.environ["FEDWEAVE_CACHE"] = tempfile.mkdtemp(prefix="fedweave-test-cache-")
 os.environ["HF_HUB_OFFLINE"] = "1"
 
 from pathlib import Path
@@ -31,6 +30,7 @@ from fedweave.config import BackboneConfig
 from fedweave.data.sample import make_sample
 
 torch.set_num_threads(2)
+atexit.register(shutil.rmtree, os.environ["FEDWEAVE_CACHE"], ignore_errors=True)
 
 TEMPLATE = (
     "{% for m in messages %}<|start|>{{ m['role'] }}\n{{ m['content'] }}<|end|>\n{% endfor %}"

@@ -70,8 +70,16 @@ def _parser() -> argparse.ArgumentParser:
     generate.add_argument("--routing", choices=["sparse", "soft", "top2"], default="sparse")
     generate.add_argument("--max-new-tokens", type=int, default=64)
     generate.add_argument("--last", action="store_true", help="the last round instead of the best")
-    listing = verb("list", _list, "List recipes, methods, models or clusterers.")
-    listing.add_argument("what", choices=["recipes", "methods", "models", "clusterers"])
+    compare = verb(
+        "compare", _compare, "Run a grid: fedweave compare benchmark method=fedit,fedweave seed=42,43,44"
+    )
+    compare.add_argument("name", help="a comparison, a recipe, or a YAML file of either")
+    compare.add_argument("overrides", **overrides)  # type: ignore[arg-type]
+    compare.add_argument("--output", type=Path, help="folder of cells and tables; compare/NAME when empty")
+    compare.add_argument("--best-of", metavar="KEY", help="an axis of which every method gets its best value")
+    compare.add_argument("--quiet", action="store_true")
+    listing = verb("list", _list, "List recipes, comparisons, methods, models or clusterers.")
+    listing.add_argument("what", choices=["recipes", "comparisons", "methods", "models", "clusterers"])
     show = verb("config", _config, "Print a recipe's resolved config, or every key with its meaning.")
     show.add_argument("recipe", nargs="?", help="a recipe's name or a YAML file; empty: the reference")
     show.add_argument("overrides", **overrides)  # type: ignore[arg-type]
@@ -127,9 +135,20 @@ def _generate(arguments: argparse.Namespace, console: Console) -> None:
         print(answer.text)
 
 
+def _compare(arguments: argparse.Namespace, console: Console) -> None:
+    from fedweave.compare import compare
+
+    output = arguments.output or Path("compare") / Path(arguments.name).stem
+    print(compare(arguments.name, arguments.overrides, output, arguments.best_of, console))
+
+
 def _list(arguments: argparse.Namespace, console: Console) -> None:
     if arguments.what == "recipes":
         rows = [[name, _headline(find_recipe(name))] for name in recipe_names()]
+    elif arguments.what == "comparisons":
+        from fedweave.compare.grid import COMPARISONS, comparison_names
+
+        rows = [[name, _headline(COMPARISONS / f"{name}.yaml")] for name in comparison_names()]
     elif arguments.what == "methods":
         from fedweave.methods import METHODS, method_class
 

@@ -153,6 +153,7 @@ class EvaluationConfig:
     selection: Literal["sparse", "soft", "top2"] = setting(
         "sparse", "Routing of the validation loss that picks the best round."
     )
+    compare_routings: bool = setting(False, "Also score and time sparse, top-2 and soft routing of the same model.")
     scores: bool = setting(True, "Score the test set by generation (losses are always measured).")
     untouched: bool = setting(True, "Also measure the bare backbone's loss.")
     rouge: Literal["rouge-score", "paper"] = setting(

@@ -137,10 +137,10 @@ def test_without_client_router_resets_per_bucket_and_keeps_the_mismatch(config, 
 @pytest.mark.parametrize("name", METHODS)
 def test_every_method_runs_and_resumes_from_the_command_line(tmp_path, model_folder, name):
     settings = [
-        f"backbone.model={model_folder('llama')}", "backbone.device=cpu", "backbone.max_length=128", f"method={name}",
-        "data.clients=4", "data.train=8", "data.validation=2", "data.test=2", "discovery.warmup_steps=1",
-        "training.rounds=2", "training.local_steps=2", "training.batch_size=2", "router.hidden=8",
-        "experts.single_rank=8", "evaluation.max_new_tokens=2", f"output={tmp_path / 'run'}",
+        f"backbone.model={model_folder('llama')}", "backbone.device=cpu", "backbone.max_length=128",
+        f"method={name}", "data.clients=4", "data.train=8", "data.validation=2", "data.test=2",
+        "discovery.warmup_steps=1", "training.rounds=2", "training.local_steps=2", "training.batch_size=2",
+        "router.hidden=8", "experts.single_rank=8", "evaluation.max_new_tokens=2", f"output={tmp_path / 'run'}",
     ]  # fmt: skip
     assert main(["run", "quickstart", *settings, "--quiet"]) == 0
     summary = json.loads((tmp_path / "run" / "summary.json").read_text())

@@ -21,25 +21,25 @@ from fedweave.router.mlp import sparsify
 from fedweave.runs.folder import Progress, RunFolder
 from fedweave.runs.report import final_report
 from fedweave.runs.summary import routed_models, summarise
-from fedweave.runs.workspace import Prepared, Workspace, prepare
+from fedweave.runs.workspace import Kept, Prepared, Workspace, prepare
 
 
-def start(config: Config, output: Path, console: Console) -> dict[str, Any]:
+def start(config: Config, output: Path, console: Console, kept: Kept | None = None) -> dict[str, Any]:
     """A new run in ``output``."""
     if output.exists():
         raise UserError(
             f"the run folder {output} exists; continue it with `fedweave resume {output}` or choose another output."
         )
-    prepared = prepare(config, console)
+    prepared = prepare(config, console, kept)
     run = RunFolder.create(output, config, prepared.data.manifest)
     console.say(f"run folder: {output}")
     return _execute(run, prepared, console)
 
 
-def resume(path: Path, overrides: list[str], console: Console) -> dict[str, Any]:
+def resume(path: Path, overrides: list[str], console: Console, kept: Kept | None = None) -> dict[str, Any]:
     """Continue a run from its newest checkpoint."""
     run, config = RunFolder.open(path, overrides)
-    prepared = prepare(config, console)
+    prepared = prepare(config, console, kept)
     run.check_manifest(prepared.data.manifest)
     return _execute(run, prepared, console)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import platform
 import subprocess
+import time
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -66,6 +67,7 @@ def summarise(run: RunFolder, workspace: Workspace, progress: Progress, console:
             "router": progress.state.phi.numel() if progress.state.phi is not None else 0,
         },
         "rounds": progress.completed,
+        "validation": {"best_round": progress.best_round, "best_loss": progress.best_loss},
         "audit": discovery.get("audit"),
         "test": test,
         "backbone": {"model": workspace.backbone.name, "fingerprint": workspace.backbone.fingerprint},
@@ -135,6 +137,13 @@ def _evaluate_model(
         gates = sparsify(weights, settings.routing)
         result["score"] = _scores(workspace, model, held, weights, gates, console, predictions)
         result["score_routing"] = settings.routing
+    if settings.compare_routings:
+        result["routings"] = {}
+        for routing in ("sparse", "top2", "soft"):
+            started = time.monotonic()
+            scored = _scores(workspace, model, held, weights, sparsify(weights, routing), console, None)
+            seconds = time.monotonic() - started
+            result["routings"][routing] = {"score": scored, "ms_per_prompt": 1e3 * seconds / len(held.encoded)}
     return result
 
 

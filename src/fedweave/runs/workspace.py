@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 
 from fedweave.backbone.features import cached_features
 from fedweave.backbone.load import Backbone, load_backbone
 from fedweave.backbone.prompts import Encoded, LongAnswer
-from fedweave.config import Config
+from fedweave.config import BackboneConfig, Config
 from fedweave.console import Console
 from fedweave.data import FederatedData, load_data
 from fedweave.data.examples import Example, Task
@@ -90,13 +91,34 @@ class Prepared:
         return Workspace(self.config, self.data, self.backbone, engine, validation, test, labels)
 
 
-def prepare(config: Config, console: Console) -> Prepared:
+class Kept:
+    """What the runs of a comparison share: the last backbone and the last prepared data. One of each, because a
+    grid over backbones must not hold them all."""
+
+    def __init__(self) -> None:
+        self.backbone: tuple[BackboneConfig, Backbone] | None = None
+        self.prepared: tuple[Any, Prepared] | None = None
+
+
+def prepare(config: Config, console: Console, kept: Kept | None = None) -> Prepared:
     """Load data and backbone, tokenise, and complain about whatever is wrong."""
+    kept = kept or Kept()
+    key = (config.backbone, config.data, config.seed, config.evaluation.max_new_tokens)
+    if kept.prepared is None or kept.prepared[0] != key:
+        kept.prepared = (key, _prepare(config, console, kept))
+    prepared = replace(kept.prepared[1], config=config)
+    prepared.backbone.linear_layers(config.experts.target_modules)
+    return prepared
+
+
+def _prepare(config: Config, console: Console, kept: Kept) -> Prepared:
     data = load_data(config)
     for note in data.notes:
         console.say(f"note: {note}")
-    backbone = load_backbone(config.backbone)
-    backbone.linear_layers(config.experts.target_modules)
+    if kept.backbone is None or kept.backbone[0] != config.backbone:
+        kept.backbone = None  # free the old one first
+        kept.backbone = (config.backbone, load_backbone(config.backbone))
+    backbone = kept.backbone[1]
     if backbone.note:
         console.say(f"note: {backbone.name}: {backbone.note}.")
     groups = [

@@ -1,0 +1,139 @@
+"""A grid of runs: every combination of methods, seeds and any other config keys, resumable cell by cell.
+
+A comparison is a recipe plus axes. An axis is a config key with several values, from a comparison file or the
+command line (``method=fedit,fedweave seed=42,43,44 data.alpha=0.1,0.3``); ``method=fedit:training.lr=3e-4`` is a
+setting of that method's cells alone. A finished cell is never run again, an
+interrupted one is resumed, so a crash loses at most the round that was under way.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import traceback
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from fedweave.config import RECIPES, Config, load_config, recipe_names
+from fedweave.console import Console
+from fedweave.errors import UserError, nearest
+from fedweave.runs.run import resume, start
+from fedweave.runs.workspace import Kept
+from fedweave.settings import read_yaml, to_tree
+
+COMPARISONS = RECIPES / "compare"
+_KEYS = ["recipe", "axes", "set", "per", "best_of"]
+
+
+@dataclass
+class Comparison:
+    """What to run."""
+
+    recipe: str
+    axes: dict[str, list[Any]]  # config key -> values
+    settings: list[str] = field(default_factory=list)  # overrides of every cell
+    best_of: str | None = None  # an axis of which each method gets its best value, by validation loss
+    per: dict[str, list[str]] = field(default_factory=dict)  # "method=fedit" -> overrides of those cells alone
+
+
+@dataclass
+class Cell:
+    """One run of the grid."""
+
+    values: dict[str, Any]  # axis -> value
+    config: Config
+    folder: Path
+
+    @property
+    def finished(self) -> dict[str, Any] | None:
+        """The summary of a finished run of exactly this config."""
+        file = self.folder / "summary.json"
+        if not file.is_file():
+            return None
+        summary = json.loads(file.read_text(encoding="utf-8"))
+        mine = json.loads(json.dumps(to_tree(self.config)))
+        return summary if {**summary["config"], "output": None} == {**mine, "output": None} else None
+
+
+def comparison_names() -> list[str]:
+    return sorted(p.stem for p in COMPARISONS.glob("*.yaml"))
+
+
+def load_comparison(name: str, overrides: Sequence[str], best_of: str | None) -> Comparison:
+    """A packaged comparison, a comparison file, or a recipe; ``key=a,b`` adds or replaces an axis."""
+    path = Path(name) if name.endswith((".yaml", ".yml")) else COMPARISONS / f"{name}.yaml"
+    tree = read_yaml(path.read_text(encoding="utf-8"), str(path)) if path.is_file() else {}
+    if "axes" not in tree:  # not a comparison: an ordinary recipe
+        if not path.is_file() and name not in recipe_names():
+            hint = nearest(name, [*comparison_names(), *recipe_names()])
+            raise UserError(f"there is no comparison or recipe {name!r}: {hint}")
+        tree = {"recipe": name, "axes": {}}
+    unknown = set(tree) - set(_KEYS)
+    if unknown:
+        hint = nearest(sorted(unknown)[0], _KEYS)
+        raise UserError(f"{path}: unknown key {sorted(unknown)[0]!r}: {hint}")
+    axes = {str(key): list(values) for key, values in tree["axes"].items()}
+    settings = [f"{key}={json.dumps(value)}" for key, value in (tree.get("set") or {}).items()]
+    per = {
+        str(condition): [f"{key}={json.dumps(value)}" for key, value in changes.items()]
+        for condition, changes in (tree.get("per") or {}).items()
+    }
+    for item in overrides:
+        condition, colon, change = item.partition(":")
+        if colon and "=" in condition and "=" in change:  # method=fedit:training.lr=3e-4
+            per.setdefault(condition, []).append(change)
+            continue
+        key, _, value = item.partition("=")
+        if "," in value and not value.startswith(("[", "{")):
+            axes[key] = [v.strip() for v in value.split(",")]
+        else:
+            axes.pop(key, None)
+            settings.append(item)
+    best_of = best_of or tree.get("best_of")
+    if best_of is not None and best_of not in axes:
+        raise UserError(f"--best-of {best_of} is no axis; the axes are {', '.join(axes) or 'none'}.")
+    return Comparison(tree["recipe"], axes, settings, best_of, per)
+
+
+def cells(comparison: Comparison, output: Path) -> list[Cell]:
+    """Every combination, checked before the first one runs. Seeds vary slowest: after the first pass over the
+    methods there is already a table."""
+    keys = sorted(comparison.axes, key=lambda key: key != "seed")
+    grid = []
+    for combination in itertools.product(*(comparison.axes[key] for key in keys)):
+        values = dict(zip(keys, combination, strict=True))
+        name = "_".join(f"{key.split('.')[-1]}-{Path(str(v)).name}" for key, v in values.items()) or "run"
+        folder = output / "cells" / name
+        own = [x for key, value in values.items() for x in comparison.per.get(f"{key}={value}", [])]
+        overrides = [
+            *comparison.settings,
+            *own,
+            *(f"{key}={json.dumps(value) if isinstance(value, bool) else value}" for key, value in values.items()),
+            f"output={folder}",
+        ]
+        grid.append(Cell(values, load_config(comparison.recipe, overrides), folder))
+    return grid
+
+
+def run_grid(grid: Sequence[Cell], console: Console) -> tuple[list[tuple[Cell, dict[str, Any]]], list[str]]:
+    """(finished cells with their summaries, sentences about those that failed)."""
+    kept = Kept()
+    finished, failures = [], []
+    for number, cell in enumerate(grid, start=1):
+        title = ", ".join(f"{key}={value}" for key, value in cell.values.items())
+        summary = cell.finished
+        console.say(f"[{number}/{len(grid)}] {title}{': finished before' if summary else ''}")
+        try:
+            if summary is None and (cell.folder / "config.yaml").is_file():
+                summary = resume(cell.folder, [], console, kept)
+            elif summary is None:
+                summary = start(cell.config, cell.folder, console, kept)
+            finished.append((cell, summary))
+        except UserError as error:
+            failures.append(f"{title}: {error}")
+        except Exception:  # one broken cell must not cost the others
+            (cell.folder.parent / f"{cell.folder.name}.error").write_text(traceback.format_exc(), encoding="utf-8")
+            failures.append(f"{title}: see {cell.folder}.error")
+    return finished, failures

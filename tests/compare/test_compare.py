@@ -1,0 +1,150 @@
+"""Comparisons: the grid, its tables, and what a crash or a broken cell costs."""
+
+import csv
+import json
+
+import pytest
+
+from fedweave.cli import main
+from fedweave.compare.grid import Cell, cells, comparison_names, load_comparison
+from fedweave.compare.tables import Results, choose_best, latex, markdown
+from fedweave.config import Config, load_config
+from fedweave.errors import UserError
+
+TASKS = {"a": "Task A", "b": "Task B"}
+
+
+def summary(method: str, seed: int, loss: float, score: float, validation: float = 1.0) -> dict:
+    per_task = {"a": loss - 0.1, "b": loss + 0.1, "macro": loss}
+    scores = {"a": score, "b": score, "macro": score}
+    return {
+        "seed": seed, "tasks": TASKS, "notes": ["a remark"], "parameters": {"experts": 2_000_000, "router": 0},
+        "validation": {"best_loss": validation, "best_round": 1},
+        "test": {"best": {"loss": {"sparse": per_task, "soft": per_task}, "score": scores}},
+    }  # fmt: skip
+
+
+def cell(**values) -> Cell:
+    return Cell(values, Config(), None)
+
+
+@pytest.fixture
+def results() -> Results:
+    runs = [
+        ("fedit", [1.0, 1.2], [0.4, 0.5]),
+        ("fedweave", [0.8, 0.9], [0.6, 0.7]),
+        ("ffa-lora", [2.0, 2.3], [0.0, 0.1]),
+    ]
+    return Results.of([
+        (cell(method=m, seed=seed), summary(m, seed, loss, score))
+        for m, losses, scores in runs
+        for seed, loss, score in zip((42, 43), losses, scores, strict=True)
+    ])  # fmt: skip
+
+
+def test_means_deviations_and_ranks(results):
+    figure = results.rows[("fedit",)]["loss macro"]
+    assert figure.mean == pytest.approx(1.1) and figure.deviation == pytest.approx(0.1414, abs=1e-4)
+    assert results.ranks("loss macro") == {("fedweave",): 0, ("fedit",): 1, ("ffa-lora",): 2}
+    assert results.ranks("score macro")[("fedweave",)] == 0
+
+
+def test_markdown_and_latex_mark_best_and_second(results):
+    text = markdown(results)
+    assert "**0.8500** ± 0.0707" in text and "<u>1.1000</u> ± 0.1414" in text and "Note: a remark" in text
+    assert "score Task A" in text and "2.00M" in text
+    assert r"\textbf{0.8500}" in latex(results) and r"\underline{1.1000}" in latex(results)
+
+
+def test_paired_test_uses_common_seeds(results):
+    from scipy.stats import ttest_rel
+
+    expected = ttest_rel([0.8, 0.9], [1.0, 1.2]).pvalue
+    assert results.paired("loss macro")[("fedit",)] == pytest.approx(expected)
+
+
+def test_best_value_is_chosen_by_validation_not_by_test():
+    finished = [
+        (cell(method="fedit", seed=1, **{"training.lr": lr}), summary("fedit", 1, loss, 0.5, validation))
+        for lr, loss, validation in ((0.1, 0.5, 2.0), (0.2, 0.9, 1.0))
+    ]
+    chosen, lines = choose_best(finished, "training.lr")
+    assert [c.values["training.lr"] for c, _ in chosen] == [0.2]
+    assert "training.lr=0.2 → 1.0000 (chosen)" in lines[0]
+
+
+def test_commas_make_axes_and_single_values_settings(tmp_path):
+    comparison = load_comparison("main-results", ["seed=7", "method=fedit,fedweave", "data.alpha=0.1,0.5"], None)
+    assert comparison.axes == {"method": ["fedit", "fedweave"], "data.alpha": ["0.1", "0.5"]}
+    grid = cells(comparison, tmp_path)
+    assert len(grid) == 4 and all(c.config.seed == 7 for c in grid) and len({c.folder for c in grid}) == 4
+    assert {c.config.data.alpha for c in grid} == {0.1, 0.5}
+
+
+@pytest.mark.parametrize("name", comparison_names())
+def test_packaged_comparisons_are_valid_and_open_with_their_command(name, tmp_path):
+    from fedweave.compare.grid import COMPARISONS
+
+    assert cells(load_comparison(name, [], None), tmp_path)
+    first, second = (COMPARISONS / f"{name}.yaml").read_text().splitlines()[:2]
+    assert first.startswith(f"# fedweave compare {name}") and len(second) > 10
+
+
+@pytest.mark.parametrize(
+    ("name", "overrides", "best_of", "word"),
+    [
+        ("main-result", [], None, "main-results"),
+        ("benchmark", ["method=fedit,fedwave"], None, "fedweave"),
+        ("benchmark", ["training.round=1,2"], None, "training.rounds"),
+        ("main-results", [], "training.lr", "no axis"),
+    ],
+)
+def test_mistakes_are_found_before_anything_runs(tmp_path, name, overrides, best_of, word):
+    with pytest.raises(UserError, match=word):
+        cells(load_comparison(name, overrides, best_of), tmp_path)
+
+
+def test_a_grid_runs_survives_a_broken_cell_and_is_not_run_twice(tmp_path, model_folder, capsys):
+    output = tmp_path / "grid"
+    settings = [
+        f"backbone.model={model_folder('llama')}", "backbone.device=cpu", "backbone.max_length=128",
+        "data.clients=3", "data.train=6", "data.validation=2", "data.test=2", "training.local_steps=1",
+        "training.rounds=1", "experts.single_rank=8", "evaluation.max_new_tokens=2",
+    ]  # fmt: skip
+    grid = [
+        "compare",
+        "quickstart",
+        "method=fedit,ffa-lora",
+        "seed=1,2",
+        *settings,
+        "--output",
+        str(output),
+        "--quiet",
+    ]
+    broken = output / "cells" / "seed-2_method-fedit"
+    broken.mkdir(parents=True)
+    (broken / "something").write_text("a folder that is in the way")
+    assert main(grid) == 0
+    first = json.loads((output / "results.json").read_text())
+    assert len(first) == 3 and "ffa-lora" in (output / "table.md").read_text()
+    (broken / "something").unlink()
+    broken.rmdir()
+    times = {p: p.stat().st_mtime_ns for p in output.rglob("summary.json")}
+    assert main(grid) == 0
+    assert len(json.loads((output / "results.json").read_text())) == 4
+    assert all(p.stat().st_mtime_ns == t for p, t in times.items()), "finished cells must not run again"
+    rows = list(csv.reader((output / "results.csv").open()))
+    assert rows[0] == ["method", "quantity", "mean", "standard deviation", "seeds"] and rows[1][-1] == "2"
+    assert r"\toprule" in (output / "table.tex").read_text()
+
+
+def test_cells_differ_from_their_recipe_only_by_their_values(tmp_path):
+    base = load_config("benchmark", [])
+    one = cells(load_comparison("benchmark", ["method=fedit,fedweave"], None), tmp_path)[1]
+    assert one.config.training == base.training and one.config.method == "fedweave"
+
+
+def test_a_setting_can_belong_to_one_method(tmp_path):
+    overrides = ["method=fedit,fedweave", "method=fedit:training.lr=3e-4"]
+    one, two = cells(load_comparison("benchmark", overrides, None), tmp_path)
+    assert one.config.training.lr == 3e-4 and two.config.training.lr == 1e-4
