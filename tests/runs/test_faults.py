@@ -4,6 +4,7 @@ import json
 import os
 import random
 import resource
+import shutil
 import signal
 import subprocess
 import sys
@@ -87,6 +88,15 @@ def test_a_damaged_checkpoint_falls_back_to_the_one_before(tmp_path, small, caps
     newest.write_bytes(newest.read_bytes()[:100])
     assert main(["resume", str(folder)]) == 0
     assert "damaged" in capsys.readouterr().err
+    assert state_of(folder) == good
+
+
+def test_a_run_killed_before_its_first_checkpoint_begins_again(tmp_path, small):
+    folder = tmp_path / "run"
+    assert main(["run", "quickstart", *small, f"output={folder}", "--quiet"]) == 0
+    good = state_of(folder)
+    shutil.rmtree(folder / "checkpoints")
+    assert main(["resume", str(folder), "--quiet"]) == 0
     assert state_of(folder) == good
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import shutil
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -57,20 +58,21 @@ class RunFolder:
 
     @classmethod
     def create(cls, path: Path, config: Config, manifest: dict[str, Any]) -> RunFolder:
-        """Make the folder with its config and manifest; called when every check has passed."""
+        """Make the folder with its config and manifest, whole or not at all; every check has passed by now."""
+        partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
         try:
-            path.mkdir(parents=True)
+            partial.mkdir(parents=True)
+            write_atomic(partial / "manifest.json", json.dumps(manifest, indent=1, ensure_ascii=False))
+            write_atomic(partial / "config.yaml", dump_config(config))
+            (partial / "metrics.jsonl").touch()
+            partial.rename(path)
         except FileExistsError:
             raise UserError(
                 f"the run folder {path} exists; continue it with `fedweave resume {path}` or choose another output."
             ) from None
         except OSError as error:
             raise UserError(f"the run folder {path} cannot be made: {error.strerror}.") from error
-        run = cls(path)
-        write_atomic(path / "manifest.json", json.dumps(manifest, indent=1, ensure_ascii=False))
-        write_atomic(path / "config.yaml", dump_config(config))
-        run.metrics.touch()
-        return run
+        return cls(path)
 
     @classmethod
     def open(cls, path: Path, overrides: list[str] | None = None) -> tuple[RunFolder, Config]:
@@ -141,6 +143,7 @@ class RunFolder:
                 shutil.rmtree(path, ignore_errors=True)
                 continue
             return self._restore(workspace, tensors, meta, path)
+        _truncate(self.metrics, 0)  # killed before the first checkpoint: begin again
         return None
 
     def _restore(
