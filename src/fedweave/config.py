@@ -114,6 +114,11 @@ class DiscoveryConfig:
     """Step 1: buckets and their signatures."""
 
     clusterer: Literal["kmeans", "agglomerative", "spectral"] = setting("kmeans", "Local clusterer.")
+    features: Literal["standard", "unit"] = setting(
+        "standard",
+        "What is clustered: unit-length features (the paper), or features whose channels the client first "
+        "brings to mean 0 and deviation 1, since a few huge channels otherwise decide every distance.",
+    )
     max_buckets: int = setting(8, "Candidates are 2 … min(max_buckets, n - 1).", low=1)
     restarts: int = setting(10, "Restarts of k-means.", low=1)
     warmup_steps: int = setting(10, "Optimiser steps of a bucket's warmup adapter.", low=1)

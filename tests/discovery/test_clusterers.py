@@ -43,11 +43,23 @@ def test_three_examples_with_a_duplicate_still_cluster(clusterer):
     assert sum(map(len, buckets.members)) == 3
 
 
-def test_scale_of_a_feature_does_not_matter_only_its_direction():
+def test_unit_features_see_directions_only():
     points, _ = blobs(3)
     scaled = points * np.random.default_rng(1).uniform(0.1, 10, (len(points), 1))
-    a, b = (discover_buckets(x, DiscoveryConfig(), 0) for x in (points, scaled))
+    a, b = (discover_buckets(x, DiscoveryConfig(features="unit"), 0) for x in (points, scaled))
     assert [m.tolist() for m in a.members] == [m.tolist() for m in b.members]
+
+
+def test_standard_features_do_not_let_one_huge_channel_decide():
+    points, labels = blobs(4)
+    points[:, 0] = np.random.default_rng(2).normal(size=len(points)) * 300
+    found = {
+        kind: purity(
+            discover_buckets(points, DiscoveryConfig(features=kind), 0).labels(60).tolist(), labels.tolist()
+        )
+        for kind in ("unit", "standard")
+    }
+    assert found["standard"] == 1.0 > found["unit"]
 
 
 def test_clients_side_by_side_find_what_each_finds_alone():

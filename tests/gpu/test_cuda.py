@@ -79,3 +79,17 @@ def test_recorded_decoding_equals_eager_decoding(on_gpu, monkeypatch):
     eager = generate_module.generate(on_gpu, prompts, 30, mixture, theta, gates)
     mixture.detach()
     assert replayed == eager
+
+
+def test_a_finished_trainer_gives_its_memory_back(on_gpu):
+    layout = AdapterLayout.of(on_gpu.linear_layers(TARGETS), 8, 3)
+    router = RouterLayout(on_gpu.width, 16, 3)
+    lanes = make_lanes(on_gpu, layout, router, clients=3)
+    used = []
+    for _ in range(3):
+        trainer, mixture = make_trainer(on_gpu, layout, router)
+        list(trainer.train(lanes, 3))
+        trainer.release()
+        mixture.detach()
+        used.append(torch.cuda.memory_reserved())
+    assert used[2] <= used[0] + (1 << 22)

@@ -62,8 +62,10 @@ class Buckets:
 def discover_buckets(features: np.ndarray, config: DiscoveryConfig, seed: int) -> Buckets:
     """Cluster one client's features [n, d]; candidates are 2 … min(max_buckets, n - 1) buckets."""
     n = len(features)
-    norms = np.linalg.norm(features, axis=1, keepdims=True)
-    points = (features / np.maximum(norms, 1e-12)).astype(np.float64)
+    points = features.astype(np.float64)
+    if config.features == "standard" and n > 1:
+        points = (points - points.mean(0)) / (points.std(0) + 1e-6)
+    points /= np.maximum(np.linalg.norm(points, axis=1, keepdims=True), 1e-12)
     everything = [np.arange(n)]
     if n < 3 or config.max_buckets < 2:
         return Buckets(everything, {}, f"{n} example{'s' if n > 1 else ''}: too few to cluster" if n < 3 else "")

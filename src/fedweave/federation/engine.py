@@ -47,6 +47,8 @@ class InProcessEngine:
         return self._mixture
 
     def detach(self) -> None:
+        if self._trainer is not None:
+            self._trainer.release()
         if self._mixture is not None:
             self._mixture.detach()
             self._mixture = self._trainer = None

@@ -17,6 +17,10 @@ from fedweave.training.batch import Capacity, Lane, StepBatch, build_batch
 _TRIALS = 2  # eager steps before recording: libraries and allocator settle
 
 
+def _released(batch: StepBatch) -> torch.Tensor:
+    raise RuntimeError("this recording has been released")
+
+
 class GraphedSteps:
     """One recorded step and the memory it reads from and writes to."""
 
@@ -36,6 +40,11 @@ class GraphedSteps:
             self._record(self._batch)
         return self._capacity
 
+    def release(self) -> None:
+        """Give the recording's memory back. The step refers to this object's owner, so nobody else would."""
+        self._graph = self._batch = self._capacity = None
+        self._step = _released
+
     def _record(self, batch: StepBatch) -> None:
         side = torch.cuda.Stream()
         side.wait_stream(torch.cuda.current_stream())
@@ -43,6 +52,7 @@ class GraphedSteps:
             for _ in range(_TRIALS):
                 self._step(batch)
         torch.cuda.current_stream().wait_stream(side)
+        torch.cuda.empty_cache()  # the recording allocates from a pool of its own
         self._graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(self._graph):
             self._losses = self._step(batch)

@@ -7,6 +7,7 @@ neighbours. ``lanes_per_step`` bounds memory; it never changes results beyond fl
 
 from __future__ import annotations
 
+import gc
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -169,9 +170,8 @@ class LockstepTrainer:
             except torch.OutOfMemoryError:
                 if lanes_per_step == 1:
                     raise
-                self._group = None
+                self.release()
                 lanes_per_step = (lanes_per_step + 1) // 2
-                torch.cuda.empty_cache()
                 continue
             yield from finished
             start += len(group)
@@ -180,6 +180,7 @@ class LockstepTrainer:
         masked = lanes[0].trainable is not None
         group = self._group
         if group is None or group.size != len(lanes) or (group.mask is not None) != masked:
+            self.release()
             group = self._group = LaneGroup(self, len(lanes), masked)
         device = self.backbone.device
         capacity = group.graphs.prepare(lanes, self.dropout, device) if group.graphs else None
@@ -202,6 +203,15 @@ class LockstepTrainer:
             )
             for k in range(len(lanes))
         ]
+
+    def release(self) -> None:
+        """Free parameters, optimiser state and recordings of the last group."""
+        if self._group is not None and self._group.graphs is not None:
+            self._group.graphs.release()
+        self._group = None
+        if self.backbone.device.type == "cuda":
+            gc.collect()  # modules and hooks refer to each other
+            torch.cuda.empty_cache()
 
     def lane_losses(
         self, batch: StepBatch, experts: Trainable, routers: Trainable | None, lanes: int
