@@ -36,10 +36,10 @@ class BackboneConfig:
         "chat renders the tokenizer's chat template; plain is 'prompt, blank line, Response:'; "
         "auto is chat where the tokenizer has a template.",
     )
-    pool: Literal["content", "all"] = setting(
-        "content",
-        "Which prompt tokens the feature averages: the user's words alone, or the whole rendered "
-        "prompt with the template's constant parts (as in the paper).",
+    pool: Literal["all", "content"] = setting(
+        "all",
+        "Which prompt tokens the feature averages: the whole rendered prompt, or the user's words without the "
+        "template's constant parts.",
     )
     end_of_answer: bool = setting(True, "Append the end token to every answer and train on it.")
     max_length: int = setting(512, "Longest sequence in tokens; a longer prompt loses its beginning.", low=16)
@@ -154,9 +154,11 @@ class EvaluationConfig:
     """What is measured, and when."""
 
     every: int = setting(1, "Validate every that many rounds (and after the last).", low=1)
-    routing: Literal["sparse", "soft", "top2"] = setting("sparse", "Routing of the test scores.")
-    selection: Literal["sparse", "soft", "top2"] = setting(
-        "sparse", "Routing of the validation loss that picks the best round."
+    routing: Literal["auto", "sparse", "soft", "top2"] = setting(
+        "auto", "Routing of the test scores; auto is the method's own: soft for FedLEASE, else sparse."
+    )
+    selection: Literal["auto", "sparse", "soft", "top2"] = setting(
+        "auto", "Routing of the validation loss that picks the best round; auto is that of the test."
     )
     compare_routings: bool = setting(False, "Also score and time sparse, top-2 and soft routing of the same model.")
     scores: bool = setting(True, "Score the test set by generation (losses are always measured).")

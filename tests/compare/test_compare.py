@@ -20,7 +20,7 @@ def summary(method: str, seed: int, loss: float, score: float, validation: float
     return {
         "seed": seed, "tasks": TASKS, "notes": ["a remark"], "parameters": {"experts": 2_000_000, "router": 0},
         "validation": {"best_loss": validation, "best_round": 1},
-        "test": {"best": {"loss": {"sparse": per_task, "soft": per_task}, "score": scores}},
+        "test": {"best": {"used": "sparse", "loss": {"sparse": per_task, "soft": per_task}, "score": scores}},
     }  # fmt: skip
 
 
@@ -32,7 +32,7 @@ def cell(**values) -> Cell:
 def results() -> Results:
     runs = [
         ("fedit", [1.0, 1.2], [0.4, 0.5]),
-        ("fedweave", [0.8, 0.9], [0.6, 0.7]),
+        ("fedweave", [0.8, 0.9], [0.6, 0.75]),
         ("ffa-lora", [2.0, 2.3], [0.0, 0.1]),
     ]
     return Results.of([
@@ -147,4 +147,4 @@ def test_cells_differ_from_their_recipe_only_by_their_values(tmp_path):
 def test_a_setting_can_belong_to_one_method(tmp_path):
     overrides = ["method=fedit,fedweave", "method=fedit:training.lr=3e-4"]
     one, two = cells(load_comparison("benchmark", overrides, None), tmp_path)
-    assert one.config.training.lr == 3e-4 and two.config.training.lr == 1e-4
+    assert one.config.training.lr == 3e-4 and two.config.training.lr == load_config("benchmark", []).training.lr

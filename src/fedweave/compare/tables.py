@@ -88,14 +88,14 @@ class Results:
 
 
 def _figures(summary: dict[str, Any]) -> dict[str, float]:
-    """The columns of one run: scores and sparse losses of the best round, the soft loss, purity, validation."""
+    """The columns of one run's best round: scores and losses of the method's own routing, both extremes, purity."""
     best = summary["test"]["best"]
     tasks = ["macro", *summary["tasks"]]
     figures: dict[str, float] = {}
     if "score" in best:
         figures |= {f"score {t}": best["score"][t] for t in tasks}
-    figures |= {f"loss {t}": best["loss"]["sparse"][t] for t in tasks}
-    figures["soft-loss macro"] = best["loss"].get("soft", best["loss"]["sparse"])["macro"]
+    figures |= {f"loss {t}": best["loss"][best["used"]][t] for t in tasks}
+    figures |= {f"{routing}-loss macro": best["loss"][routing]["macro"] for routing in best["loss"]}
     for routing, measured in best.get("routings", {}).items():
         figures[f"score-{routing} macro"] = measured["score"]["macro"]
         figures[f"ms-{routing} per prompt"] = measured["ms_per_prompt"]
@@ -132,7 +132,7 @@ def markdown(results: Results) -> str:
     parts = []
     for title, starts in (
         ("Scores ↑", ("score", "purity")),
-        ("Losses ↓", ("loss", "soft-loss", "validation", "ms")),
+        ("Losses ↓", ("loss", "sparse-loss", "soft-loss", "validation", "ms")),
     ):
         columns = [c for c in results.columns if c.startswith(starts)]
         if columns:

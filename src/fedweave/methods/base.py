@@ -55,6 +55,7 @@ class Method:
 
     summary = ""
     uses_labels = False  # True only for an upper bound that is told the tasks
+    own_routing = "sparse"  # how the method means its experts to be used at inference
 
     def __init__(self, config: Config):
         self.config = config
@@ -107,6 +108,18 @@ class Method:
         return replace(state, theta=state.theta + experts.step(), phi=phi)
 
     # ---------------------------------------------------------------------------------- inference
+
+    @property
+    def routing(self) -> str:
+        """Routing of the test."""
+        asked = self.config.evaluation.routing
+        return self.own_routing if asked == "auto" else asked
+
+    @property
+    def selection(self) -> str:
+        """Routing of the validation loss."""
+        asked = self.config.evaluation.selection
+        return self.routing if asked == "auto" else asked
 
     def served(self, state: ServerState) -> list[Served]:
         """The global model; a method without one names every client's, and figures are their mean."""

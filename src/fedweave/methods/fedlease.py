@@ -24,6 +24,7 @@ from fedweave.training.batch import Lane
 
 class FedLEASE(FedWeave):
     summary = "baseline: one expert and one router per cluster of clients"
+    own_routing = "soft"  # experts are trained side by side with the frozen others, and used so
 
     def find_buckets(self, engine: InProcessEngine) -> dict:
         one_bucket(engine)

@@ -37,7 +37,7 @@ def _results(summary: dict[str, Any], best: dict[str, Any]) -> str:
     untouched = summary["test"].get("untouched", {}).get("loss")
     routings = list(best["loss"])
     scored = best.get("score")
-    header = ["test", *(["score ↑"] if scored else []), *(f"loss {r} ↓" for r in routings)]
+    header = ["test", *([f"score {best['used']} ↑"] if scored else []), *(f"loss {r} ↓" for r in routings)]
     header += ["loss untouched"] if untouched else []
     rows = []
     for task in best["loss"][routings[0]]:

@@ -46,6 +46,7 @@ def resume(path: Path, overrides: list[str], console: Console, kept: Kept | None
 
 def _execute(run: RunFolder, prepared: Prepared, console: Console) -> dict[str, Any]:
     started = time.monotonic()
+    console.spent.clear()
     workspace = prepared.build(console)
     method = build_method(workspace.config)
     if method.uses_labels:
@@ -111,7 +112,7 @@ def _validate(workspace: Workspace, state: ServerState, run: RunFolder, complete
     models = routed_models(workspace, state)
     for model in models:
         weights = model.weights(held.features)
-        gates = sparsify(weights, workspace.config.evaluation.selection)
+        gates = sparsify(weights, build_method(workspace.config).selection)
         part = example_losses(workspace.backbone, held.encoded, model.mixture, model.theta, gates)
         losses += part / len(models)
     entropy = -(weights.clamp(min=1e-12).log() * weights).sum(1).mean().item()

@@ -118,15 +118,16 @@ def _evaluate_model(
     console: Console,
     predictions: list[dict[str, Any]] | None,
 ) -> dict[str, Any]:
-    settings = workspace.config.evaluation
+    settings, used = workspace.config.evaluation, build_method(workspace.config).routing
     weights = model.weights(held.features)  # [n, M]
+    several = model.mixture.layout.experts > 1
     result: dict[str, Any] = {
+        "used": used if several else "sparse",
         "loss": {},
         "routing": routing_table(weights, held.labels),
         "top1": routing_table(sparsify(weights, "sparse"), held.labels),
     }
-    several = model.mixture.layout.experts > 1
-    routings = dict.fromkeys(["sparse", "soft", settings.routing] if several else ["sparse"])
+    routings = dict.fromkeys(["sparse", "soft", used] if several else ["sparse"])
     bar = console.progress("test losses", len(held.encoded) * len(routings), "examples")
     for routing in routings:
         gates = sparsify(weights, routing)
@@ -134,9 +135,8 @@ def _evaluate_model(
         result["loss"][routing] = per_task(losses, held.labels)
     bar.close()
     if settings.scores:
-        gates = sparsify(weights, settings.routing)
+        gates = sparsify(weights, used)
         result["score"] = _scores(workspace, model, held, weights, gates, console, predictions)
-        result["score_routing"] = settings.routing
     if settings.compare_routings:
         result["routings"] = {}
         for routing in ("sparse", "top2", "soft"):
@@ -213,4 +213,4 @@ def _commit() -> str | None:
         done = subprocess.run(command, capture_output=True, text=True, timeout=5)
     except (OSError, subprocess.TimeoutExpired):
         return None
-    return done.stdout.strip() or None
+    return done.stdout.strip() if done.returncode == 0 else None

@@ -64,7 +64,7 @@ def evaluate_run(folder: Path, overrides: list[str], data: Path | None, last: bo
         rows_out.append([title, *cells, *(f"{result['loss'][r][task]:.3f}" for r in result["loss"])])
     header = [
         "test",
-        *([f"score {result['score_routing']} ↑"] if "score" in result else []),
+        *([f"score {result['used']} ↑"] if "score" in result else []),
         *(f"loss {r} ↓" for r in result["loss"]),
     ]
     return table(header, rows_out)

@@ -43,6 +43,7 @@ class GraphedSteps:
     def release(self) -> None:
         """Give the recording's memory back. The step refers to this object's owner, so nobody else would."""
         self._graph = self._batch = self._capacity = None
+        self._losses = torch.empty(0)  # it lies in the recording's pool
         self._step = _released
 
     def _record(self, batch: StepBatch) -> None:
