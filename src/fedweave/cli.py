@@ -67,7 +67,7 @@ def _parser() -> argparse.ArgumentParser:
     generate = verb("generate", _generate, "Answer prompts with a run's model (from standard input when none).")
     generate.add_argument("folder", type=Path, help="the run folder")
     generate.add_argument("prompts", nargs="*", help="prompts; standard input gives one per line")
-    generate.add_argument("--routing", choices=["sparse", "soft", "top2"], default="sparse")
+    generate.add_argument("--routing", choices=["sparse", "soft", "top2", "top3", "top4"], default="sparse")
     generate.add_argument("--max-new-tokens", type=int, default=64)
     generate.add_argument("--last", action="store_true", help="the last round instead of the best")
     compare = verb(

@@ -154,10 +154,10 @@ class EvaluationConfig:
     """What is measured, and when."""
 
     every: int = setting(1, "Validate every that many rounds (and after the last).", low=1)
-    routing: Literal["auto", "sparse", "soft", "top2"] = setting(
+    routing: Literal["auto", "sparse", "soft", "top2", "top3", "top4"] = setting(
         "auto", "Routing of the test scores; auto is the method's own: soft for FedLEASE, else sparse."
     )
-    selection: Literal["auto", "sparse", "soft", "top2"] = setting(
+    selection: Literal["auto", "sparse", "soft", "top2", "top3", "top4"] = setting(
         "auto", "Routing of the validation loss that picks the best round; auto is that of the test."
     )
     compare_routings: bool = setting(False, "Also score and time sparse, top-2 and soft routing of the same model.")

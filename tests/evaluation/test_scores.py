@@ -52,5 +52,6 @@ def test_first_label(text, label):
 
 def test_a_task_score_is_the_mean():
     assert score("letter", ["A", "B"], ["A", "A"], "rouge-score") == 0.5
+    assert score("exact", [" Red  dog.", "cat"], ["red dog", "dog"], "rouge-score") == 0.5
     assert score("label", ["negative", "what"], ["negative", "neutral"], "rouge-score") == 0.5
     assert score("number", ["#### 3", "4"], ["#### 3", "#### 5"], "rouge-score") == 0.5

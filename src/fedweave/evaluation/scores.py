@@ -31,6 +31,12 @@ def number(prediction: str, reference: str) -> float:
     return float(wanted is not None and final_number(prediction) == wanted)
 
 
+def exact(prediction: str, reference: str) -> float:
+    """The same words, whatever their case and final stop."""
+    mine, theirs = (" ".join(text.lower().split()).rstrip(".") for text in (prediction, reference))
+    return float(mine == theirs)
+
+
 def option_letter(text: str) -> str | None:
     """The first stand-alone option letter A to E, or digit 1 to 5 read as a letter."""
     found = re.search(r"(?<![A-Za-z0-9])([A-E1-5])(?![A-Za-z0-9])", text.strip())
@@ -94,6 +100,7 @@ METRICS: dict[str, Callable[[str, str], float]] = {
     "rouge": rouge,
     "rouge_paper": rouge_paper,
     "number": number,
+    "exact": exact,
     "letter": letter,
     "label": label,
 }

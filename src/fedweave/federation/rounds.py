@@ -6,7 +6,7 @@ Lines 1 to 6 (discovery, alignment, initialisation) are a method's ``prepare``; 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 import torch
@@ -21,12 +21,31 @@ from fedweave.methods.base import Method, ServerState
 
 @dataclass
 class RoundReport:
-    """What a finished round leaves behind."""
+    """What a finished round leaves behind: figures, not vectors, so that memory does not grow with the clients."""
 
     t: int
-    participants: list[str]
-    train_loss: float  # mean over participants of their mean step loss
-    tokens: int
+    participants: list[Client]
+    losses: list[float] = field(default_factory=list)  # mean step loss of each
+    tokens: int = 0
+
+    @property
+    def train_loss(self) -> float:
+        return float(np.mean(self.losses))
+
+    def watch(self, updates: Iterator[Update]) -> Iterator[Update]:
+        """Note every update's figures, and refuse a NaN before it reaches the server's state."""
+        for update in updates:
+            if not all(
+                torch.isfinite(part).all() for part in (update.delta_theta, update.delta_phi) if part is not None
+            ):
+                name = next(c.name for c in self.participants if c.index == update.client)
+                raise UserError(
+                    f"client {name!r} returned an update with NaN or infinity in round {self.t + 1}; start a new run "
+                    "with a lower training.lr or router.lr. The last checkpoint is intact."
+                )
+            self.losses.append(float(np.mean(update.losses)))
+            self.tokens += update.tokens
+            yield update
 
 
 def federate(
@@ -39,14 +58,10 @@ def federate(
     """Lines 7 to 15. ``after_round`` validates and saves; a run that resumes starts at a later round."""
     for t in rounds:
         participants = sample_clients(engine.clients, method.config, t)  # line 8: S_t
-        received: list[Update] = []
+        report = RoundReport(t, participants)
         updates = method.local_updates(engine, state, participants, t)  # lines 9-13
-        state = method.aggregate(state, _finite(updates, participants, received))  # line 14
-        losses = [float(np.mean(u.losses)) for u in received]
-        after_round(
-            state,
-            RoundReport(t, [c.name for c in participants], float(np.mean(losses)), sum(u.tokens for u in received)),
-        )
+        state = method.aggregate(state, report.watch(updates))  # line 14
+        after_round(state, report)
     return state
 
 
@@ -58,28 +73,3 @@ def sample_clients(clients: list[Client], config: Config, t: int) -> list[Client
     rng = np.random.default_rng(stream_key("participants", config.seed, t))
     chosen = sorted(rng.permutation(len(clients))[:count])
     return [clients[i] for i in chosen]
-
-
-def _finite(updates: Iterator[Update], participants: list[Client], received: list[Update]) -> Iterator[Update]:
-    """Refuse a NaN before it reaches the server's state; what was saved so far stays good."""
-    for update in updates:
-        parts = [update.delta_theta] if update.delta_phi is None else [update.delta_theta, update.delta_phi]
-        if not all(torch.isfinite(part).all() for part in parts):
-            name = next(c.name for c in participants if c.index == update.client)
-            raise UserError(
-                f"client {name!r} returned an update with NaN or infinity; lower training.lr or router.lr and "
-                "resume: the last checkpoint is intact."
-            )
-        yield update
-        # keep the figures, not the vectors: memory must not grow with the number of clients
-        received.append(
-            Update(
-                update.client,
-                update.delta_theta[:0],
-                update.counts,
-                None,
-                update.samples,
-                update.losses,
-                update.tokens,
-            )
-        )

@@ -74,10 +74,10 @@ class RouterLayout:
 
 
 def sparsify(weights: torch.Tensor, routing: str) -> torch.Tensor:
-    """Soft weights [n, M] as they are, or the largest one or two of each row, renormalised to 1."""
+    """Soft weights [n, M] as they are, or the largest k of each row, renormalised: sparse is 1, top3 is 3."""
     if routing == "soft":
         return weights
-    keep = {"sparse": 1, "top2": 2}[routing]
+    keep = 1 if routing == "sparse" else int(routing.removeprefix("top"))
     top = weights.topk(min(keep, weights.shape[1]), dim=1)
     kept = torch.zeros_like(weights).scatter(1, top.indices, top.values)
     return kept / kept.sum(1, keepdim=True)

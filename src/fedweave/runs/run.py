@@ -73,7 +73,7 @@ def _execute(run: RunFolder, prepared: Prepared, console: Console) -> dict[str, 
             round=completed,
             train_loss=report.train_loss,
             tokens=report.tokens,
-            participants=report.participants,
+            participants=[c.name for c in report.participants],
         )
         rounds, every = workspace.config.training.rounds, workspace.config.evaluation.every
         note = f"train loss {report.train_loss:.3f}"
