@@ -35,9 +35,8 @@ class RoundReport:
     def watch(self, updates: Iterator[Update]) -> Iterator[Update]:
         """Note every update's figures, and refuse a NaN before it reaches the server's state."""
         for update in updates:
-            if not all(
-                torch.isfinite(part).all() for part in (update.delta_theta, update.delta_phi) if part is not None
-            ):
+            parts = [part for part in (update.delta_theta, update.delta_phi) if part is not None]
+            if not all(torch.isfinite(part).all() for part in parts):
                 name = next(c.name for c in self.participants if c.index == update.client)
                 raise UserError(
                     f"client {name!r} returned an update with NaN or infinity in round {self.t + 1}; start a new run "
