@@ -39,8 +39,8 @@ class RoundReport:
             if not all(torch.isfinite(part).all() for part in parts):
                 name = next(c.name for c in self.participants if c.index == update.client)
                 raise UserError(
-                    f"client {name!r} returned an update with NaN or infinity in round {self.t + 1}; start a new run "
-                    "with a lower training.lr or router.lr. The last checkpoint is intact."
+                    f"client {name!r} returned an update with NaN or infinity in round {self.t + 1}; start a new "
+                    "run with a lower training.lr or router.lr. The last checkpoint is intact."
                 )
             self.losses.append(float(np.mean(update.losses)))
             self.tokens += update.tokens
