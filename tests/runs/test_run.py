@@ -54,6 +54,17 @@ def test_generate_and_evaluate_use_the_finished_model(finished, tmp_path, capsys
     assert "score soft" in capsys.readouterr().out
 
 
+def test_a_model_answers_without_the_runs_data_and_reading_changes_nothing(finished):
+    before = {p: p.read_bytes() for p in finished.rglob("*") if p.is_file() and p.name != "manifest.json"}
+    (finished / "manifest.json").unlink()
+    import fedweave
+
+    model = fedweave.load_model(finished)
+    answer = model.answer(["How many?"], routing="soft", max_new_tokens=3)[0]
+    assert sum(answer.weights) == pytest.approx(1.0, abs=1e-4)
+    assert {p: p.read_bytes() for p in finished.rglob("*") if p.is_file()} == before
+
+
 def test_own_data_runs_from_a_folder_of_clients(tmp_path, small):
     folder = tmp_path / "data"
     folder.mkdir()

@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import shutil
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -13,9 +12,11 @@ from typing import Any
 import numpy as np
 import torch
 
+from fedweave.backbone.load import Backbone
 from fedweave.config import Config, dump_config, load_config
 from fedweave.console import Console
 from fedweave.errors import UserError
+from fedweave.experts.layout import AdapterLayout
 from fedweave.federation.checkpoint import (
     load_checkpoint,
     prune,
@@ -133,53 +134,70 @@ class RunFolder:
         save_checkpoint(self.checkpoints, round_name(progress.completed), tensors, meta)
         prune(self.checkpoints, keep={round_name(0)})
 
-    def load(self, workspace: Workspace, console: Console) -> Progress | None:
-        """The newest good checkpoint, put back into the workspace; None when there is none yet."""
+    def newest(self, console: Console) -> Snapshot | None:
+        """The newest checkpoint that can be read; nothing is changed on disk."""
         for path in reversed(round_checkpoints(self.checkpoints)):
             try:
-                tensors, meta = load_checkpoint(path)
+                return Snapshot(*load_checkpoint(path), path)
             except UserError as error:
                 console.warn(f"{error} Falling back to the one before.")
-                shutil.rmtree(path, ignore_errors=True)
-                continue
-            return self._restore(workspace, tensors, meta, path)
-        _truncate(self.metrics, 0)  # killed before the first checkpoint: begin again
         return None
 
-    def _restore(
-        self, workspace: Workspace, tensors: dict[str, torch.Tensor], meta: dict[str, Any], path: Path
-    ) -> Progress:
-        if meta["config"] != config_hash(workspace.config):
-            raise UserError(f"checkpoint {path} belongs to another config than {self.path / 'config.yaml'}.")
-        if meta["backbone"] != workspace.backbone.fingerprint:
-            raise UserError(
-                f"checkpoint {path} was trained on another backbone, tokenizer or dtype than "
-                f"{workspace.backbone.name} as loaded now; use the one of the run."
-            )
+    def load(self, workspace: Workspace, console: Console) -> Progress | None:
+        """Put the newest checkpoint back into the workspace, to go on from there; None when there is none yet."""
+        snapshot = self.newest(console)
+        if snapshot is None:
+            _truncate(self.metrics, 0)  # killed before the first checkpoint: begin again
+            return None
+        snapshot.check(workspace.config, workspace.backbone)
+        meta = snapshot.meta
         _truncate(self.metrics, meta["metrics_bytes"])
         for client, record in zip(workspace.engine.clients, meta["clients"], strict=True):
             client.buckets = [np.array(b, dtype=int) for b in record["buckets"]]
             client.assignment, client.note = record["assignment"], record["note"]
-        state = rebuild_state(workspace, tensors, meta, "")
-        current_is_best = meta["best_round"] == meta["completed"]
-        best = state if current_is_best else rebuild_state(workspace, tensors, meta, "best_")
+        state = snapshot.state(workspace.engine.layers, workspace.backbone.device)
+        best = snapshot.best(workspace.engine.layers, workspace.backbone.device)
+        if meta["best_round"] == meta["completed"]:
+            best = state
         return Progress(state, meta["completed"], best, meta["best_round"], meta["best_loss"], meta["seconds"])
 
 
-def rebuild_state(
-    workspace: Workspace, tensors: dict[str, torch.Tensor], meta: dict[str, Any], prefix: str
-) -> ServerState:
-    parts = {name: tensors.get(f"{prefix}{name}") for name in ("theta", "phi", "private")}
-    on_device = {name: t.to(workspace.backbone.device) for name, t in parts.items() if t is not None}
-    return ServerState(
-        layout=workspace.engine.layout(meta["rank"], meta["experts"]),
-        router=RouterLayout(**meta["router"]) if meta["router"] else None,
-        theta=on_device["theta"],
-        phi=on_device.get("phi"),
-        shares=meta["shares"],
-        private=on_device.get("private"),
-        report=meta["report"],
-    )
+@dataclass
+class Snapshot:
+    """A checkpoint as read from disk."""
+
+    tensors: dict[str, torch.Tensor]
+    meta: dict[str, Any]
+    path: Path
+
+    def check(self, config: Config, backbone: Backbone) -> None:
+        """Refuse to mix a checkpoint with another config or another backbone."""
+        if self.meta["config"] != config_hash(config):
+            raise UserError(f"checkpoint {self.path} belongs to another config than the run's config.yaml.")
+        if self.meta["backbone"] != backbone.fingerprint:
+            raise UserError(
+                f"checkpoint {self.path} was trained on another backbone, tokenizer or dtype than "
+                f"{backbone.name} as loaded now; use the one of the run."
+            )
+
+    def state(self, layers: dict[str, torch.nn.Linear], device: torch.device, prefix: str = "") -> ServerState:
+        """The last round's state."""
+        parts = {name: self.tensors.get(f"{prefix}{name}") for name in ("theta", "phi", "private")}
+        on_device = {name: t.to(device) for name, t in parts.items() if t is not None}
+        meta = self.meta
+        return ServerState(
+            layout=AdapterLayout.of(layers, meta["rank"], meta["experts"]),
+            router=RouterLayout(**meta["router"]) if meta["router"] else None,
+            theta=on_device["theta"],
+            phi=on_device.get("phi"),
+            shares=meta["shares"],
+            private=on_device.get("private"),
+            report=meta["report"],
+        )
+
+    def best(self, layers: dict[str, torch.nn.Linear], device: torch.device) -> ServerState:
+        """The state of the best round so far."""
+        return self.state(layers, device, "best_" if self.meta["best_round"] != self.meta["completed"] else "")
 
 
 def config_hash(config: Config) -> str:

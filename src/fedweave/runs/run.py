@@ -20,7 +20,7 @@ from fedweave.methods.base import ServerState
 from fedweave.router.mlp import sparsify
 from fedweave.runs.folder import Progress, RunFolder
 from fedweave.runs.report import final_report
-from fedweave.runs.summary import routed_models, summarise
+from fedweave.runs.summary import served_models, summarise
 from fedweave.runs.workspace import Kept, Prepared, Workspace, prepare
 
 
@@ -109,7 +109,7 @@ def _validate(workspace: Workspace, state: ServerState, run: RunFolder, complete
     """Validation loss, the plain mean over examples: choosing a round uses no label. Labels only sort the log."""
     held = workspace.validation
     losses = torch.zeros(len(held.encoded))
-    models = routed_models(workspace, state)
+    models = served_models(workspace, state)
     for model in models:
         weights = model.weights(held.features)
         gates = sparsify(weights, build_method(workspace.config).selection)

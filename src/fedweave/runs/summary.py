@@ -5,27 +5,23 @@ from __future__ import annotations
 import json
 import platform
 import subprocess
-import time
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 
 import fedweave
 from fedweave.console import Console
-from fedweave.evaluation.audit import per_task, routing_table
+from fedweave.evaluation.audit import per_task
 from fedweave.evaluation.losses import example_losses
-from fedweave.evaluation.scores import METRICS, score
 from fedweave.federation.checkpoint import write_atomic
-from fedweave.inference.generate import generate
 from fedweave.inference.model import RoutedModel
 from fedweave.methods import build_method
 from fedweave.methods.base import ServerState
-from fedweave.router.mlp import sparsify
 from fedweave.runs.folder import Progress, RunFolder
-from fedweave.runs.workspace import TestSet, Workspace
+from fedweave.runs.testing import evaluate_models, routed_models
+from fedweave.runs.workspace import Workspace
 from fedweave.settings import to_tree
 
 SCHEMA = 1
@@ -42,12 +38,12 @@ def summarise(run: RunFolder, workspace: Workspace, progress: Progress, console:
         bar.close()
         test["untouched"] = {"loss": per_task(losses, workspace.test.labels)}
     predictions: list[dict[str, Any]] = []
-    test["best"] = evaluate_state(workspace, progress.best, workspace.test, console, predictions)
+    test["best"] = _evaluate(workspace, progress.best, console, predictions)
     test["best"]["round"] = progress.best_round
     if progress.best_round == progress.completed:
         test["last"] = test["best"]
     else:
-        test["last"] = evaluate_state(workspace, progress.state, workspace.test, console)
+        test["last"] = _evaluate(workspace, progress.state, console)
         test["last"]["round"] = progress.completed
     lines = "".join(json.dumps(p, ensure_ascii=False) + "\n" for p in predictions)
     write_atomic(run.path / "predictions.jsonl", lines)
@@ -76,119 +72,16 @@ def summarise(run: RunFolder, workspace: Workspace, progress: Progress, console:
     }
 
 
-def routed_models(workspace: Workspace, state: ServerState) -> list[RoutedModel]:
-    """The models that a method serves: one, or every client's own."""
+def served_models(workspace: Workspace, state: ServerState) -> list[RoutedModel]:
     mixture = workspace.engine.mixture(state.layout)
-    return [
-        RoutedModel(workspace.backbone, mixture, one.theta, state.router, one.phi, one.shares)
-        for one in build_method(workspace.config).served(state)
-    ]
+    return routed_models(workspace.backbone, mixture, build_method(workspace.config), state)
 
 
-def evaluate_state(
-    workspace: Workspace,
-    state: ServerState,
-    held: TestSet,
-    console: Console,
-    predictions: list[dict[str, Any]] | None = None,
+def _evaluate(
+    workspace: Workspace, state: ServerState, console: Console, predictions: list[dict[str, Any]] | None = None
 ) -> dict[str, Any]:
-    """Losses of every routing, scores of the chosen one, the routing table; means where several models serve."""
-    models = routed_models(workspace, state)
-    results = [
-        _evaluate_model(workspace, model, held, console, predictions if model is models[0] else None)
-        for model in models
-    ]
-    return _mean_tree(results)
-
-
-def _mean_tree(trees: list[Any]) -> Any:
-    """The mean of equal-shaped trees of numbers; anything else is taken from the first."""
-    first = trees[0]
-    if isinstance(first, dict):
-        return {key: _mean_tree([tree[key] for tree in trees]) for key in first}
-    if isinstance(first, list):
-        return [_mean_tree(list(items)) for items in zip(*trees, strict=True)]
-    return float(np.mean(trees)) if isinstance(first, float) and len(trees) > 1 else first
-
-
-def _evaluate_model(
-    workspace: Workspace,
-    model: RoutedModel,
-    held: TestSet,
-    console: Console,
-    predictions: list[dict[str, Any]] | None,
-) -> dict[str, Any]:
-    settings, used = workspace.config.evaluation, build_method(workspace.config).routing
-    weights = model.weights(held.features)  # [n, M]
-    several = model.mixture.layout.experts > 1
-    result: dict[str, Any] = {
-        "used": used if several else "sparse",
-        "loss": {},
-        "routing": routing_table(weights, held.labels),
-        "top1": routing_table(sparsify(weights, "sparse"), held.labels),
-    }
-    routings = dict.fromkeys(["sparse", "soft", used] if several else ["sparse"])
-    bar = console.progress("test losses", len(held.encoded) * len(routings), "examples")
-    for routing in routings:
-        gates = sparsify(weights, routing)
-        losses = example_losses(workspace.backbone, held.encoded, model.mixture, model.theta, gates, bar)
-        result["loss"][routing] = per_task(losses, held.labels)
-    bar.close()
-    if settings.scores:
-        gates = sparsify(weights, used)
-        result["score"] = _scores(workspace, model, held, weights, gates, console, predictions)
-    if settings.compare_routings:
-        result["routings"] = {}
-        for routing in ("sparse", "top2", "soft"):
-            started = time.monotonic()
-            scored = _scores(workspace, model, held, weights, sparsify(weights, routing), console, None)
-            seconds = time.monotonic() - started
-            result["routings"][routing] = {"score": scored, "ms_per_prompt": 1e3 * seconds / len(held.encoded)}
-    return result
-
-
-def _scores(
-    workspace: Workspace,
-    model: RoutedModel,
-    held: TestSet,
-    weights: torch.Tensor,
-    gates: torch.Tensor,
-    console: Console,
-    predictions: list[dict[str, Any]] | None,
-) -> dict[str, float]:
-    """Generate and score the answers of every task; ``macro`` is the unweighted mean."""
-    settings = workspace.config.evaluation
-    bar = console.progress("test answers", len(held.encoded), "prompts")
-    scores = {}
-    for name in dict.fromkeys(held.labels):
-        task = workspace.tasks[name]
-        rows = [i for i, label in enumerate(held.labels) if label == name]
-        answers = generate(
-            workspace.backbone,
-            [held.encoded[i].prompt for i in rows],
-            task.max_new_tokens,
-            model.mixture,
-            model.theta,
-            gates[rows],
-            settings.batch_size,
-            bar,
-        )
-        references = [held.references[i] for i in rows]
-        scores[name] = score(task.metric, answers, references, settings.rouge)
-        if predictions is not None:
-            predictions += [
-                {
-                    "task": name,
-                    "origin": held.origins[i],
-                    "prediction": answer,
-                    "reference": held.references[i],
-                    "score": METRICS[task.metric](answer, held.references[i]),
-                    "weights": weights[i].tolist(),
-                }
-                for i, answer in zip(rows, answers, strict=True)
-            ]
-    bar.close()
-    return {**scores, "macro": float(np.mean(list(scores.values())))}
+    models = served_models(workspace, state)
+    return evaluate_models(workspace.config, workspace.tasks, models, workspace.test, console, predictions)
 
 
 def environment(device: torch.device) -> dict[str, Any]:

@@ -1,70 +1,72 @@
-"""Using a run's model afterwards: load it, answer prompts, test it on other data."""
+"""Using a run's model afterwards, without its data: load it, answer prompts, test it on other examples."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
 from fedweave.backbone.features import compute_features
+from fedweave.backbone.load import load_backbone
 from fedweave.config import Config
 from fedweave.console import Console, table
+from fedweave.data import load_data
 from fedweave.data.examples import Example, Task
 from fedweave.data.jsonl import read_examples
 from fedweave.errors import UserError
+from fedweave.experts.mixture import Mixture
 from fedweave.inference.model import RoutedModel
-from fedweave.methods import method_class
-from fedweave.runs.folder import Progress, RunFolder
-from fedweave.runs.summary import evaluate_state, routed_models
-from fedweave.runs.workspace import Prepared, Workspace, encode, held_out, prepare
+from fedweave.methods import build_method
+from fedweave.runs.folder import RunFolder
+from fedweave.runs.testing import evaluate_models, routed_models
+from fedweave.runs.workspace import encode, held_out
 
 
-def _reopen(folder: Path, overrides: list[str], console: Console) -> tuple[Workspace, Progress, Config]:
-    """A run's workspace with its newest checkpoint; nothing is written."""
-    run, config = RunFolder.open(folder, overrides)
-    prepared: Prepared = prepare(config, console)
-    workspace = prepared.build(console)
-    if method_class(config.method).uses_labels:
-        workspace.reveal_labels()
-    progress = run.load(workspace, console)
-    if progress is None:
-        raise UserError(f"{folder} has no checkpoint yet; finish it with `fedweave resume {folder}`.")
-    return workspace, progress, config
+def load_model(folder: str | Path, last: bool = False) -> RoutedModel:
+    """The model of a run's best round (or last), ready to answer; needs the backbone but none of the run's data."""
+    _, config = RunFolder.open(Path(folder))
+    return _load(Path(folder), config, last, Console(quiet=True))[0]
 
 
-def load_model(folder: Path, last: bool = False) -> RoutedModel:
-    """The best round's model (or the last's), ready to answer."""
-    _, config = RunFolder.open(folder)
-    if method_class(config.method).uses_labels:
+def _load(folder: Path, config: Config, last: bool, console: Console) -> list[RoutedModel]:
+    method = build_method(config)
+    if method.uses_labels:
         raise UserError(f"{config.method} routes by task label and cannot answer a prompt that has none.")
-    workspace, progress, _ = _reopen(folder, [], Console(quiet=True))
-    return routed_models(workspace, progress.state if last else progress.best)[0]
+    snapshot = RunFolder(folder).newest(console)
+    if snapshot is None:
+        raise UserError(f"{folder} has no checkpoint yet; finish it with `fedweave resume {folder}`.")
+    backbone = load_backbone(config.backbone)
+    snapshot.check(config, backbone)
+    layers = backbone.linear_layers(config.experts.target_modules)
+    state = (snapshot.state if last else snapshot.best)(layers, backbone.device)
+    mixture = Mixture(layers, state.layout, config.experts.alpha)
+    return routed_models(backbone, mixture, method, state)
 
 
 def evaluate_run(folder: Path, overrides: list[str], data: Path | None, last: bool, console: Console) -> str:
     """Losses and scores as a table, on the run's test set or on a file."""
-    examples: list[Example] | None = None
-    if data is not None:
-        if not data.is_file():
-            raise UserError(f"--data {data}: there is no such file.")
-        examples = read_examples(data)
-        if not examples:
-            raise UserError(f"--data {data}: the file is empty.")
-    workspace, progress, config = _reopen(folder, overrides, console)
-    held = workspace.test
-    if examples is not None:
-        rows, encoded = encode(workspace.backbone, examples, config.data.long_answers, console)
-        features = compute_features(workspace.backbone, [e.prompt for e in encoded], console)
-        held = held_out(rows, encoded, features)
-        for label in held.labels:
-            workspace.tasks.setdefault(label, Task(label, label, "rouge", config.evaluation.max_new_tokens))
-    result = evaluate_state(workspace, progress.state if last else progress.best, held, console)
-    rows_out = []
+    _, config = RunFolder.open(folder, overrides)
+    examples, tasks = _examples(config, data)
+    models = _load(folder, config, last, console)
+    rows, encoded = encode(models[0].backbone, examples, config.data.long_answers, console)
+    features = compute_features(models[0].backbone, [e.prompt for e in encoded], console)
+    result = evaluate_models(config, tasks, models, held_out(rows, encoded, features), console)
+    lines = []
     for task in next(iter(result["loss"].values())):
-        title = workspace.tasks[task].title if task in workspace.tasks else "macro average"
+        title = tasks[task].title if task in tasks else "macro average"
         cells = [f"{result['score'][task]:.3f}"] if "score" in result else []
-        rows_out.append([title, *cells, *(f"{result['loss'][r][task]:.3f}" for r in result["loss"])])
-    header = [
-        "test",
-        *([f"score {result['used']} ↑"] if "score" in result else []),
-        *(f"loss {r} ↓" for r in result["loss"]),
-    ]
-    return table(header, rows_out)
+        lines.append([title, *cells, *(f"{result['loss'][r][task]:.3f}" for r in result["loss"])])
+    scored = [f"score {result['used']} ↑"] if "score" in result else []
+    return table(["test", *scored, *(f"loss {r} ↓" for r in result["loss"])], lines)
+
+
+def _examples(config: Config, data: Path | None) -> tuple[list[Example], dict[str, Task]]:
+    """The run's own test set, or a file of the user's."""
+    if data is None:
+        loaded = load_data(config)
+        return loaded.test, loaded.tasks
+    if not data.is_file():
+        raise UserError(f"--data {data}: there is no such file.")
+    examples = read_examples(data)
+    if not examples:
+        raise UserError(f"--data {data}: the file is empty.")
+    tasks = {e.task: Task(e.task, e.task, "rouge", config.evaluation.max_new_tokens) for e in examples}
+    return examples, tasks

@@ -1,0 +1,139 @@
+"""Testing served models: losses of every routing, scores by generation, the routing table."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import numpy as np
+import torch
+
+from fedweave.backbone.load import Backbone
+from fedweave.config import Config
+from fedweave.console import Console
+from fedweave.data.examples import Task
+from fedweave.evaluation.audit import per_task, routing_table
+from fedweave.evaluation.losses import example_losses
+from fedweave.evaluation.scores import METRICS, score
+from fedweave.experts.mixture import Mixture
+from fedweave.inference.generate import generate
+from fedweave.inference.model import RoutedModel
+from fedweave.methods import build_method
+from fedweave.methods.base import Method, ServerState
+from fedweave.router.mlp import sparsify
+from fedweave.runs.workspace import TestSet
+
+
+def routed_models(backbone: Backbone, mixture: Mixture, method: Method, state: ServerState) -> list[RoutedModel]:
+    """The models that a method serves: one, or every client's own."""
+    return [
+        RoutedModel(backbone, mixture, one.theta, state.router, one.phi, one.shares) for one in method.served(state)
+    ]
+
+
+def evaluate_models(
+    config: Config,
+    tasks: dict[str, Task],
+    models: list[RoutedModel],
+    held: TestSet,
+    console: Console,
+    predictions: list[dict[str, Any]] | None = None,
+) -> dict[str, Any]:
+    """Losses of every routing, scores of the chosen one, the routing table; means where several models serve."""
+    results = [
+        _evaluate_model(config, tasks, model, held, console, predictions if model is models[0] else None)
+        for model in models
+    ]
+    return _mean_tree(results)
+
+
+def _mean_tree(trees: list[Any]) -> Any:
+    """The mean of equal-shaped trees of numbers; anything else is taken from the first."""
+    first = trees[0]
+    if isinstance(first, dict):
+        return {key: _mean_tree([tree[key] for tree in trees]) for key in first}
+    if isinstance(first, list):
+        return [_mean_tree(list(items)) for items in zip(*trees, strict=True)]
+    return float(np.mean(trees)) if isinstance(first, float) and len(trees) > 1 else first
+
+
+def _evaluate_model(
+    config: Config,
+    tasks: dict[str, Task],
+    model: RoutedModel,
+    held: TestSet,
+    console: Console,
+    predictions: list[dict[str, Any]] | None,
+) -> dict[str, Any]:
+    settings, used = config.evaluation, build_method(config).routing
+    weights = model.weights(held.features)  # [n, M]
+    several = model.mixture.layout.experts > 1
+    result: dict[str, Any] = {
+        "used": used if several else "sparse",
+        "loss": {},
+        "routing": routing_table(weights, held.labels),
+        "top1": routing_table(sparsify(weights, "sparse"), held.labels),
+    }
+    routings = dict.fromkeys(["sparse", "soft", used] if several else ["sparse"])
+    bar = console.progress("test losses", len(held.encoded) * len(routings), "examples")
+    for routing in routings:
+        gates = sparsify(weights, routing)
+        losses = example_losses(model.backbone, held.encoded, model.mixture, model.theta, gates, bar)
+        result["loss"][routing] = per_task(losses, held.labels)
+    bar.close()
+    if settings.scores:
+        gates = sparsify(weights, used)
+        result["score"] = _scores(config, tasks, model, held, weights, gates, console, predictions)
+    if settings.compare_routings:
+        result["routings"] = {}
+        for routing in ("sparse", "top2", "soft"):
+            started = time.monotonic()
+            scored = _scores(config, tasks, model, held, weights, sparsify(weights, routing), console, None)
+            seconds = time.monotonic() - started
+            result["routings"][routing] = {"score": scored, "ms_per_prompt": 1e3 * seconds / len(held.encoded)}
+    return result
+
+
+def _scores(
+    config: Config,
+    tasks: dict[str, Task],
+    model: RoutedModel,
+    held: TestSet,
+    weights: torch.Tensor,
+    gates: torch.Tensor,
+    console: Console,
+    predictions: list[dict[str, Any]] | None,
+) -> dict[str, float]:
+    """Generate and score the answers of every task; ``macro`` is the unweighted mean."""
+    settings = config.evaluation
+    bar = console.progress("test answers", len(held.encoded), "prompts")
+    scores = {}
+    for name in dict.fromkeys(held.labels):
+        task = tasks[name]
+        rows = [i for i, label in enumerate(held.labels) if label == name]
+        answers = generate(
+            model.backbone,
+            [held.encoded[i].prompt for i in rows],
+            task.max_new_tokens,
+            model.mixture,
+            model.theta,
+            gates[rows],
+            settings.batch_size,
+            bar,
+        )
+        references = [held.references[i] for i in rows]
+        scores[name] = score(task.metric, answers, references, settings.rouge)
+        if predictions is not None:
+            predictions += [
+                {
+                    "task": name,
+                    "origin": held.origins[i],
+                    "prediction": answer,
+                    "reference": held.references[i],
+                    "score": METRICS[task.metric](answer, held.references[i]),
+                    "weights": weights[i].tolist(),
+                }
+                for i, answer in zip(rows, answers, strict=True)
+            ]
+    bar.close()
+    return {**scores, "macro": float(np.mean(list(scores.values())))}
