@@ -65,11 +65,15 @@ def _parser() -> argparse.ArgumentParser:
     evaluate.add_argument("--last", action="store_true", help="the last round instead of the best")
     evaluate.add_argument("--quiet", action="store_true")
     generate = verb("generate", _generate, "Answer prompts with a run's model (from standard input when none).")
-    generate.add_argument("folder", type=Path, help="the run folder")
+    generate.add_argument("folder", type=Path, help="a run folder or a bundle")
     generate.add_argument("prompts", nargs="*", help="prompts; standard input gives one per line")
     generate.add_argument("--routing", choices=["sparse", "soft", "top2", "top3", "top4"], default="sparse")
     generate.add_argument("--max-new-tokens", type=int, default=64)
     generate.add_argument("--last", action="store_true", help="the last round instead of the best")
+    export = verb("export", _export, "Write a run's model as a bundle of PEFT adapters and a router.")
+    export.add_argument("folder", type=Path, help="the run folder")
+    export.add_argument("target", type=Path, help="a new folder")
+    export.add_argument("--last", action="store_true", help="the last round instead of the best")
     compare = verb(
         "compare", _compare, "Run a grid: fedweave compare benchmark method=fedit,fedweave seed=42,43,44"
     )
@@ -119,20 +123,25 @@ def _evaluate(arguments: argparse.Namespace, console: Console) -> None:
 
 
 def _generate(arguments: argparse.Namespace, console: Console) -> None:
-    from fedweave.runs.use import load_model
-
     prompts = arguments.prompts or [line.rstrip("\n") for line in sys.stdin if line.strip()]
     if not prompts or not all(p.strip() for p in prompts):
         raise UserError("there is no prompt; give one in quotes, or one per line on standard input.")
     if arguments.max_new_tokens < 1:
         raise UserError("--max-new-tokens must be at least 1.")
-    model = load_model(arguments.folder, arguments.last)
+    model = fedweave.load_model(arguments.folder, arguments.last)
     for prompt, answer in zip(
         prompts, model.answer(prompts, arguments.routing, arguments.max_new_tokens), strict=True
     ):
         bars = "  ".join(f"{m}:{w:.2f}" for m, w in enumerate(answer.weights))
         console.say(f"[{prompt}]  expert {answer.expert}  ({bars})")
         print(answer.text)
+
+
+def _export(arguments: argparse.Namespace, console: Console) -> None:
+    from fedweave.bundle import export_run
+
+    written = export_run(arguments.folder, arguments.target, arguments.last)
+    console.say(f"{arguments.target}: {written['experts']} experts of round {written['round']}, and their router.")
 
 
 def _compare(arguments: argparse.Namespace, console: Console) -> None:

@@ -24,7 +24,7 @@ def make_format(request, tokenizer, chat_tokenizer):
     tokens = tokenizer if request.param == "plain" else chat_tokenizer
 
     def make(**settings) -> PromptFormat:
-        return PromptFormat(tokens, BackboneConfig(prompt=request.param, **settings))
+        return PromptFormat(tokens, BackboneConfig(prompt=request.param, **{"pool": "content", **settings}))
 
     return make
 
@@ -146,7 +146,7 @@ def test_all_pools_the_whole_prompt(make_format):
 
 
 def test_content_of_a_conversation_begins_behind_the_system_prompt(chat_tokenizer):
-    form = PromptFormat(chat_tokenizer, BackboneConfig())
+    form = PromptFormat(chat_tokenizer, BackboneConfig(pool="content"))
     (prompt,) = form.encode_prompts([TURNS])
     words = decode(form, prompt.ids[slice(*prompt.pool)])
     assert words.startswith("Dan has 3 coins.<|end|>")

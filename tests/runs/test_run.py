@@ -115,6 +115,7 @@ def test_resume_of_a_finished_run_changes_nothing_and_more_rounds_go_on(finished
     assert main(["resume", str(copy), "training.rounds=5", "--quiet"]) == 0
     longer = json.loads((copy / "summary.json").read_text())
     assert longer["rounds"] == 5
+    assert yaml.safe_load((copy / "config.yaml").read_text())["training"]["rounds"] == 5
     straight = tmp_path / "straight"
     assert main(["run", "quickstart", *small, "training.rounds=5", f"output={straight}", "--quiet"]) == 0
     assert _results(longer) == _results(json.loads((straight / "summary.json").read_text()))

@@ -63,7 +63,7 @@ def cached_features(
 
 
 def _key(backbone: Backbone, prompts: Sequence[EncodedPrompt]) -> str:
-    digest = hashlib.sha256(json.dumps([backbone.fingerprint, str(backbone.device.type)]).encode())
+    digest = hashlib.sha256(json.dumps([backbone.fingerprint, backbone.device.type, str(backbone.dtype)]).encode())
     for prompt in prompts:
         digest.update(prompt.ids.tobytes() + repr(prompt.pool).encode())
     return digest.hexdigest()[:40]

@@ -7,6 +7,7 @@ import json
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -49,11 +50,13 @@ class Backbone:
     def dtype(self) -> torch.dtype:
         return self.head.dtype
 
-    @property
+    @cached_property
     def fingerprint(self) -> str:
-        """One name for weights, tokenizer and rendering: what must be equal for a checkpoint to fit."""
+        """One name for weights, tokenizer and rendering: what must be equal for a checkpoint to fit. It is the same
+        in float32 and bfloat16, so that a model trained on a GPU answers on a laptop."""
         vocabulary = hashlib.sha256(json.dumps(self.tokenizer.get_vocab(), sort_keys=True).encode()).hexdigest()
-        text = json.dumps([self.weights_hash, vocabulary, self.prompts.settings()], sort_keys=True)
+        weights = weights_hash(self.model, portable=True)
+        text = json.dumps([weights, vocabulary, self.prompts.settings()], sort_keys=True)
         return hashlib.sha256(text.encode()).hexdigest()[:32]
 
     def hidden(self, packed: Packed, cache: Any = None) -> torch.Tensor:
@@ -191,17 +194,20 @@ def pick_dtype(name: str, device: torch.device) -> torch.dtype:
 
 
 @torch.no_grad()
-def weights_hash(model: torch.nn.Module) -> str:
-    """A hash over every bit of every parameter and buffer, fast enough to take before and after a run."""
+def weights_hash(model: torch.nn.Module, portable: bool = False) -> str:
+    """A hash over every bit of every parameter and buffer, fast enough to take before and after a run; ``portable``
+    takes them rounded to bfloat16, whatever they are loaded in."""
     digest = hashlib.sha256()
     for name, tensor in sorted(model.state_dict(keep_vars=True).items()):
-        bits = tensor.detach().contiguous().reshape(-1)
-        bits = bits.view(torch.int16 if bits.element_size() == 2 else torch.int32)
+        values = tensor.detach().contiguous().reshape(-1)
+        if portable and values.is_floating_point():
+            values = values.to(torch.bfloat16)
+        bits = values.view(torch.int16 if values.element_size() == 2 else torch.int32)
         total = mixed = 0
         for start in range(0, len(bits), 1 << 24):
             chunk = bits[start : start + (1 << 24)].long()
             weights = torch.arange(start + 1, start + 1 + len(chunk), device=chunk.device) % 65521
             total += int(chunk.sum())
             mixed += int((chunk * weights).sum())
-        digest.update(f"{name} {tuple(tensor.shape)} {tensor.dtype} {total} {mixed}\n".encode())
+        digest.update(f"{name} {tuple(tensor.shape)} {values.dtype} {total} {mixed}\n".encode())
     return digest.hexdigest()

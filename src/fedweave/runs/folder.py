@@ -176,7 +176,7 @@ class Snapshot:
             raise UserError(f"checkpoint {self.path} belongs to another config than the run's config.yaml.")
         if self.meta["backbone"] != backbone.fingerprint:
             raise UserError(
-                f"checkpoint {self.path} was trained on another backbone, tokenizer or dtype than "
+                f"checkpoint {self.path} was trained on another backbone, tokenizer or prompt rendering than "
                 f"{backbone.name} as loaded now; use the one of the run."
             )
 

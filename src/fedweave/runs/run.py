@@ -9,11 +9,12 @@ from typing import Any
 import torch
 
 from fedweave.backbone.load import weights_hash
-from fedweave.config import Config
+from fedweave.config import Config, dump_config
 from fedweave.console import Console
 from fedweave.errors import UserError
 from fedweave.evaluation.audit import alignment_audit, per_task
 from fedweave.evaluation.losses import example_losses
+from fedweave.federation.checkpoint import write_atomic
 from fedweave.federation.rounds import RoundReport, federate
 from fedweave.methods import build_method
 from fedweave.methods.base import ServerState
@@ -41,6 +42,8 @@ def resume(path: Path, overrides: list[str], console: Console, kept: Kept | None
     run, config = RunFolder.open(path, overrides)
     prepared = prepare(config, console, kept)
     run.check_manifest(prepared.data.manifest)
+    if overrides:  # more rounds stay asked for, even if this session is killed too
+        write_atomic(path / "config.yaml", dump_config(config))
     return _execute(run, prepared, console)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 from fedweave.backbone.features import compute_features
 from fedweave.backbone.load import load_backbone
@@ -20,13 +21,13 @@ from fedweave.runs.testing import evaluate_models, routed_models
 from fedweave.runs.workspace import encode, held_out
 
 
-def load_model(folder: str | Path, last: bool = False) -> RoutedModel:
-    """The model of a run's best round (or last), ready to answer; needs the backbone but none of the run's data."""
-    _, config = RunFolder.open(Path(folder))
-    return _load(Path(folder), config, last, Console(quiet=True))[0]
+def load_models(folder: Path, last: bool = False) -> tuple[Config, list[RoutedModel], dict[str, Any]]:
+    """(config, served models, facts) of a run's best round (or last); needs the backbone but none of its data."""
+    _, config = RunFolder.open(folder)
+    return config, *_load(folder, config, last, Console(quiet=True))
 
 
-def _load(folder: Path, config: Config, last: bool, console: Console) -> list[RoutedModel]:
+def _load(folder: Path, config: Config, last: bool, console: Console) -> tuple[list[RoutedModel], dict[str, Any]]:
     method = build_method(config)
     if method.uses_labels:
         raise UserError(f"{config.method} routes by task label and cannot answer a prompt that has none.")
@@ -38,14 +39,16 @@ def _load(folder: Path, config: Config, last: bool, console: Console) -> list[Ro
     layers = backbone.linear_layers(config.experts.target_modules)
     state = (snapshot.state if last else snapshot.best)(layers, backbone.device)
     mixture = Mixture(layers, state.layout, config.experts.alpha)
-    return routed_models(backbone, mixture, method, state)
+    meta = snapshot.meta
+    facts = {"round": meta["completed" if last else "best_round"], "clients": len(meta["clients"])}
+    return routed_models(backbone, mixture, method, state), facts
 
 
 def evaluate_run(folder: Path, overrides: list[str], data: Path | None, last: bool, console: Console) -> str:
     """Losses and scores as a table, on the run's test set or on a file."""
     _, config = RunFolder.open(folder, overrides)
     examples, tasks = _examples(config, data)
-    models = _load(folder, config, last, console)
+    models, _ = _load(folder, config, last, console)
     rows, encoded = encode(models[0].backbone, examples, config.data.long_answers, console)
     features = compute_features(models[0].backbone, [e.prompt for e in encoded], console)
     result = evaluate_models(config, tasks, models, held_out(rows, encoded, features), console)

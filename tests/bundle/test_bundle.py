@@ -1,0 +1,107 @@
+"""Bundles: every expert is what PEFT loads, the whole is what was trained, and a damaged file is named."""
+
+import json
+import shutil
+
+import pytest
+import torch
+
+import fedweave
+from fedweave.bundle import export_run, load_bundle
+from fedweave.cli import main
+from fedweave.errors import UserError
+from fedweave.router.mlp import sparsify
+from tests.runs.conftest import SMALL
+
+PROMPTS = ["How many?", "Fix the grammar: Ada go to the park.", "Pick the fruit from this list: dog, plum, bus."]
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory, model_folder):
+    folder = tmp_path_factory.mktemp("bundle") / "run"
+    settings = [f"backbone.model={model_folder('llama')}", *SMALL, "training.lr=1e-2", f"output={folder}"]
+    assert main(["run", "quickstart", *settings, "--quiet"]) == 0
+    return folder
+
+
+@pytest.fixture
+def bundle(run, tmp_path):
+    export_run(run, tmp_path / "bundle")
+    return tmp_path / "bundle"
+
+
+def test_each_expert_loads_with_peft_and_gives_the_same_logits(bundle, model_folder):
+    from peft import PeftModel
+    from transformers import AutoModelForCausalLM
+
+    ours = load_bundle(bundle)
+    experts = ours.mixture.layout.experts
+    assert experts > 1
+    encoded = ours.backbone.prompts.encode_prompts(PROMPTS[:1])[0]
+    ids = torch.from_numpy(encoded.ids).long()[None]
+    seen = []
+    for m in range(experts):
+        base = AutoModelForCausalLM.from_pretrained(model_folder("llama"), dtype=torch.float32)
+        peft = PeftModel.from_pretrained(base, bundle / f"expert_{m}").eval()
+        adapted = sum("lora_A" in name for name, _ in peft.named_parameters())
+        assert adapted == len(ours.mixture.layout.names)
+        gate = torch.nn.functional.one_hot(torch.tensor([m]), experts).float()
+        weights = ours.mixture.layout.views(ours.theta[None])
+        with torch.no_grad(), ours.backbone.decoding() as model, ours.mixture.active(weights, gate[:, None]):
+            mine = model(ids).logits
+        with torch.no_grad():
+            theirs = peft(ids).logits
+        torch.testing.assert_close(mine, theirs, atol=1e-4, rtol=1e-4)
+        seen.append(theirs)
+    assert not torch.allclose(seen[0], seen[1], atol=1e-3), "experts that are all alike would test nothing"
+
+
+def test_a_bundle_answers_exactly_like_its_run(run, bundle):
+    from_run, from_bundle = fedweave.load_model(run), fedweave.load_model(bundle)
+    assert torch.equal(from_run.theta, from_bundle.theta) and torch.equal(from_run.phi, from_bundle.phi)
+    for routing in ("sparse", "soft"):
+        a, b = (model.answer(PROMPTS, routing, 6) for model in (from_run, from_bundle))
+        assert a == b
+    assert sparsify(from_bundle.route(PROMPTS), "sparse").sum() == len(PROMPTS)
+
+
+def test_bundle_holds_what_it_promises(bundle, run, capsys):
+    description = json.loads((bundle / "fedweave.json").read_text())
+    experts = [f"expert_{m}/{file}" for m in range(description["experts"])
+               for file in ("adapter_config.json", "adapter_model.safetensors")]  # fmt: skip
+    assert set(description["files"]) == {"README.md", "router.safetensors", *experts}
+    card = (bundle / "README.md").read_text()
+    assert "PeftModel.from_pretrained" in card and "vllm serve" in card and "| Edit |" in card
+    assert main(["generate", str(bundle), "How many?", "--max-new-tokens", "2"]) == 0
+    assert main(["export", str(run), str(bundle)]) == 2
+    assert "exists" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name", ["router.safetensors", "expert_1/adapter_model.safetensors", "README.md"])
+@pytest.mark.parametrize("damage", ["missing", "truncated", "tampered"])
+def test_a_damaged_bundle_is_refused_by_name(bundle, name, damage):
+    path = bundle / name
+    content = path.read_bytes()
+    if damage == "missing":
+        path.unlink()
+    else:
+        path.write_bytes(content[:-4] if damage == "truncated" else content[:-1] + bytes([content[-1] ^ 1]))
+    with pytest.raises(UserError, match=name):
+        load_bundle(bundle)
+
+
+def test_another_backbone_is_refused(bundle, model_folder, tmp_path):
+    other = tmp_path / "other"
+    shutil.copytree(model_folder("llama"), other)
+    weights = other / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-8] + b"\x00" * 8)
+    with pytest.raises(UserError, match="another backbone"):
+        load_bundle(bundle, model=str(other))
+
+
+def test_local_only_has_nothing_to_export(tmp_path, model_folder):
+    settings = [f"backbone.model={model_folder('llama')}", *SMALL, "method=local-only", "experts.single_rank=4",
+                "training.rounds=1", f"output={tmp_path / 'run'}"]  # fmt: skip
+    assert main(["run", "quickstart", *settings, "--quiet"]) == 0
+    with pytest.raises(UserError, match="every client"):
+        export_run(tmp_path / "run", tmp_path / "bundle")
