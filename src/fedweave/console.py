@@ -27,7 +27,7 @@ class Progress:
         self.done += count
         self.note = note or self.note
         if self.bar is not None:
-            self.bar.set_postfix_str(self.note)
+            self.bar.set_postfix_str(self.note, refresh=False)
             self.bar.update(count)
         elif time.monotonic() - self.last > 5 and self.done < self.total:
             self._line()

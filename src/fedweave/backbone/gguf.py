@@ -15,7 +15,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from fedweave.errors import UserError
+from fedweave.errors import UserError, first_line
 
 CACHE = Path(os.environ.get("FEDWEAVE_CACHE", Path.home() / ".cache" / "fedweave"))
 
@@ -75,7 +75,7 @@ def _convert(gguf: Path, folder: Path) -> None:
     except UserError:
         raise
     except Exception as error:
-        raise UserError(f"{gguf} cannot be read as a GGUF language model: {_first_line(error)}") from error
+        raise UserError(f"{gguf} cannot be read as a GGUF language model: {first_line(error)}") from error
     model.hf_quantizer = None
     for mark in ("quantization_config", "_pre_quantization_dtype"):
         if hasattr(model.config, mark):
@@ -89,10 +89,6 @@ def _convert(gguf: Path, folder: Path) -> None:
     folder.mkdir(parents=True)
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
-
-
-def _first_line(error: Exception) -> str:
-    return (str(error).strip().splitlines() or [type(error).__name__])[0]
 
 
 class _Tables:

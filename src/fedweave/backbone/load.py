@@ -18,7 +18,7 @@ from fedweave.backbone.catalog import locate
 from fedweave.backbone.packing import Packed
 from fedweave.backbone.prompts import PromptFormat
 from fedweave.config import BackboneConfig
-from fedweave.errors import UserError
+from fedweave.errors import UserError, first_line
 
 
 @dataclass
@@ -147,7 +147,7 @@ def load_backbone(config: BackboneConfig) -> Backbone:
         if info["missing_keys"]:
             raise ValueError(f"the files lack {sorted(info['missing_keys'])[0]}")
     except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
-        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        reason = first_line(error)
         raise UserError(f"backbone.model={config.model} cannot be loaded: {reason}") from error
     if not getattr(tokenizer, "is_fast", False):
         raise UserError(f"backbone.model={config.model} has no fast tokenizer, which FedWeave needs.")

@@ -9,7 +9,7 @@ from typing import Any
 
 from fedweave.data.examples import Example, Task
 from fedweave.data.jsonl import read_rows
-from fedweave.errors import UserError
+from fedweave.errors import UserError, first_line
 
 Pool = list[Example]  # all rows of a task, official splits in order
 SPLITS = ("train", "validation", "test")
@@ -135,7 +135,7 @@ def _from_hub(source: Source) -> Pool:
     try:
         splits = load_dataset(source.hub, source.hub_config)
     except Exception as error:
-        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        reason = first_line(error)
         raise UserError(
             f"{source.task.title} cannot be loaded from the hub as {source.hub} ({reason}); connect to the hub "
             "or name a local folder in data.path."

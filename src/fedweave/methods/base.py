@@ -6,10 +6,12 @@ engines are the same for all. The defaults are FedAvg of whole updates.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+import numpy as np
 import torch
 
 from fedweave.aggregation.rules import ClientAverage, ExpertAverage
@@ -50,7 +52,7 @@ class Served:
     shares: list[float]  # [R]
 
 
-class Method:
+class Method(ABC):
     """The steps of a federated method; :class:`fedweave.methods.fedweave.FedWeave` is the fullest example."""
 
     summary = ""
@@ -62,9 +64,9 @@ class Method:
 
     # ---------------------------------------------------------------------------------- once
 
+    @abstractmethod
     def prepare(self, engine: InProcessEngine) -> ServerState:
         """Algorithm 1, lines 1 to 6: fix the clients' buckets and assignments, and the initial state."""
-        raise NotImplementedError
 
     # ---------------------------------------------------------------------------------- client side
 
@@ -128,7 +130,5 @@ class Method:
 
 def one_bucket(engine: InProcessEngine) -> None:
     """Methods whose unit is the client: everything in one bucket, for one expert."""
-    import numpy as np
-
     for client in engine.clients:
         client.buckets, client.assignment = [np.arange(len(client))], [0]

@@ -36,13 +36,16 @@ class FFALoRA(FedIT):
         return replace(super().lane(client, state, t), trainable=state.layout.is_b)
 
 
-class FedSALoRA(FedIT):
-    summary = "baseline: A averaged, every client keeps its own B"
+class _OwnParameters(FedIT):
+    """Row i of ``private`` is what client i keeps to itself."""
 
     def prepare(self, engine: InProcessEngine) -> ServerState:
         state = super().prepare(engine)
-        # Row i holds client i's own B; its A columns are never read.
         return replace(state, private=state.theta.repeat(len(engine.clients), 1))
+
+
+class FedSALoRA(_OwnParameters):
+    summary = "baseline: A averaged, every client keeps its own B"
 
     def lane(self, client: Client, state: ServerState, t: int) -> Lane:
         assert state.private is not None
@@ -63,12 +66,8 @@ class FedSALoRA(FedIT):
         return replace(state, theta=torch.where(is_b, mean_b, state.theta + shared.step()), private=private)
 
 
-class LocalOnly(FedIT):
+class LocalOnly(_OwnParameters):
     summary = "reference: every client trains alone; figures are the mean over clients"
-
-    def prepare(self, engine: InProcessEngine) -> ServerState:
-        state = super().prepare(engine)
-        return replace(state, private=state.theta.repeat(len(engine.clients), 1))
 
     def lane(self, client: Client, state: ServerState, t: int) -> Lane:
         assert state.private is not None
