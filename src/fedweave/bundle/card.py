@@ -24,9 +24,7 @@ def model_card(config: Config, model: RoutedModel, facts: dict[str, Any], summar
         f"learning (method `{config.method}`, {facts['clients']} clients, round {facts['round']}), and a router "
         "that picks an expert for every prompt.",
         "",
-        *(f"> {note}" for note in [model.backbone.note] if note),
-        "",
-        *_results(summary),
+        *_results(summary, model.backbone.note),
         "## Privacy",
         "",
         "Prompts, features and labels stayed with their clients; expert and router updates and bucket signatures "
@@ -65,10 +63,10 @@ def model_card(config: Config, model: RoutedModel, facts: dict[str, Any], summar
     return "\n".join(lines)
 
 
-def _results(summary: dict[str, Any] | None) -> list[str]:
-    """Test figures and the routing table of a finished run."""
+def _results(summary: dict[str, Any] | None, note: str) -> list[str]:
+    """Test figures and the routing table of a finished run, with the remarks that belong beside them."""
     if summary is None:
-        return []
+        return [f"> {note}", ""] if note else []
     best = summary["test"]["best"]
     used, scores = best["used"], best.get("score", {})
     lines = ["## Test", "", f"| task | score | loss ({used}) |", "|---|---|---|"]
