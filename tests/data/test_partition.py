@@ -186,13 +186,14 @@ def test_stand_in_for_coedit_is_named_wherever_results_are(folder):
     (folder / "coedit").rename(folder / "coedit_style")
     settings = {"source": "paper", "path": str(folder), "train": 1, "validation": 1, "test": 1, "clients": 2}
     data = load_data(from_tree({"data": settings}))
-    assert data.tasks["coedit"].title == data.manifest["tasks"]["coedit"] == "CoEdIT-style"
+    assert data.tasks["coedit_style"].title == data.manifest["tasks"]["coedit_style"] == "CoEdIT-style"
+    assert "coedit" not in data.tasks and {e.task for e in data.test} == set(data.tasks)
     assert data.notes == data.manifest["notes"] == [STAND_IN]
 
 
 def test_stand_in_rows_do_not_claim_to_come_from_coedit(folder):
     (folder / "coedit").rename(folder / "coedit_style")
-    assert load_paper_tasks(str(folder))[0]["coedit"][0].origin == "coedit_style/train:0"
+    assert load_paper_tasks(str(folder))[0]["coedit_style"][0].origin == "coedit_style/train:0"
 
 
 @pytest.mark.parametrize(

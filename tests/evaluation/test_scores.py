@@ -2,7 +2,7 @@
 
 import pytest
 
-from fedweave.evaluation.scores import final_number, first_label, option_letter, rouge, rouge_paper, score
+from fedweave.evaluation.scores import final_number, first_label, option_letter, rouge, rouge_paper, scores
 
 
 def test_paper_rouge_vectors():
@@ -14,8 +14,8 @@ def test_paper_rouge_vectors():
 
 def test_rouge_score_ignores_case_and_the_paper_variant_does_not():
     assert rouge("THE CAT", "the cat") == 1.0 and rouge_paper("THE CAT", "the cat") == 0.0
-    assert score("rouge", ["THE CAT"], ["the cat"], "paper") == 0.0
-    assert score("rouge", ["THE CAT"], ["the cat"], "rouge-score") == 1.0
+    assert scores("rouge", ["THE CAT"], ["the cat"], "paper") == [0.0]
+    assert scores("rouge", ["THE CAT"], ["the cat"], "rouge-score") == [1.0]
 
 
 @pytest.mark.parametrize(
@@ -50,8 +50,8 @@ def test_first_label(text, label):
     assert first_label(text) == label
 
 
-def test_a_task_score_is_the_mean():
-    assert score("letter", ["A", "B"], ["A", "A"], "rouge-score") == 0.5
-    assert score("exact", [" Red  dog.", "cat"], ["red dog", "dog"], "rouge-score") == 0.5
-    assert score("label", ["negative", "what"], ["negative", "neutral"], "rouge-score") == 0.5
-    assert score("number", ["#### 3", "4"], ["#### 3", "#### 5"], "rouge-score") == 0.5
+def test_every_answer_has_its_own_score():
+    assert scores("letter", ["A", "B"], ["A", "A"], "rouge-score") == [1.0, 0.0]
+    assert scores("exact", [" Red  dog.", "cat"], ["red dog", "dog"], "rouge-score") == [1.0, 0.0]
+    assert scores("label", ["negative", "what"], ["negative", "neutral"], "rouge-score") == [1.0, 0.0]
+    assert scores("number", ["#### 3", "4"], ["#### 3", "#### 5"], "rouge-score") == [1.0, 0.0]

@@ -37,6 +37,10 @@ def test_a_run_leaves_everything_it_promises(finished):
     dealt = [origin for rows in manifest["clients"].values() for origin in rows]
     assert len(dealt) == len(set(dealt)) == 48 and not set(dealt) & set(manifest["test"])
     assert yaml.safe_load((finished / "config.yaml").read_text())["training"]["rounds"] == 3
+    rows = [json.loads(line) for line in (finished / "predictions.jsonl").read_text().splitlines()]
+    for task in tasks - {"macro"}:
+        each = [row["score"] for row in rows if row["task"] == task]
+        assert sum(each) / len(each) == pytest.approx(test["best"]["score"][task])
     audit = json.loads((finished / "discovery.json").read_text())["audit"]
     assert 0 < audit["global"]["purity"] <= 1
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -85,16 +85,15 @@ def load_paper_tasks(path: str | None) -> tuple[dict[str, Pool], dict[str, Task]
     """(pools, tasks, notes) from a local folder, or from the hub when ``path`` is empty."""
     pools, tasks, notes = {}, {}, []
     for source in SOURCES:
-        task = source.task
         if path is None:
-            pools[task.name] = _from_hub(source)
+            pool = _from_hub(source)
         else:
             folder = _find_folder(Path(path).expanduser(), source)
-            pools[task.name] = _from_folder(source, folder)
-            if folder.name == "coedit_style":
-                task = Task(task.name, "CoEdIT-style", task.metric, task.max_new_tokens)
+            if folder.name == "coedit_style":  # under its own name in every output, not only in the tables
+                source = replace(source, task=replace(source.task, name="coedit_style", title="CoEdIT-style"))
                 notes.append(STAND_IN)
-        tasks[task.name] = task
+            pool = _from_folder(source, folder)
+        pools[source.task.name], tasks[source.task.name] = pool, source.task
     return pools, tasks, notes
 
 

@@ -106,8 +106,7 @@ METRICS: dict[str, Callable[[str, str], float]] = {
 }
 
 
-def score(metric: str, predictions: Sequence[str], references: Sequence[str], rouge_variant: str) -> float:
-    """Mean score of a task; ``rouge_variant`` is evaluation.rouge."""
+def scores(metric: str, predictions: Sequence[str], references: Sequence[str], rouge_variant: str) -> list[float]:
+    """The score of every answer; ``rouge_variant`` is evaluation.rouge."""
     name = "rouge_paper" if metric == "rouge" and rouge_variant == "paper" else metric
-    pairs = zip(predictions, references, strict=True)
-    return sum(METRICS[name](p, r) for p, r in pairs) / max(1, len(references))
+    return [METRICS[name](p, r) for p, r in zip(predictions, references, strict=True)]

@@ -86,4 +86,7 @@ class FedWeave(Method):
             (client.data.features.to(engine.device), client.example_experts().to(engine.device))
             for client in engine.clients
         ]
-        return warm_start(router, phi, pairs, settings, self.config.seed)
+        progress = engine.console.progress("router warm start", settings.rounds * len(pairs), "client rounds")
+        phi = warm_start(router, phi, pairs, settings, self.config.seed, progress.advance)
+        progress.close()
+        return phi

@@ -6,7 +6,7 @@ pass, no task label, and nothing leaves a client that a training round would not
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import torch
@@ -45,11 +45,13 @@ def warm_start(
     clients: Sequence[tuple[torch.Tensor, torch.Tensor]],  # (features, experts) of every client
     config: WarmStartConfig,
     seed: int,
+    on_client: Callable[[], None] = lambda: None,
 ) -> torch.Tensor:
     """The federated warm start: local steps and a sample-weighted average, ``config.rounds`` times."""
     for t in range(config.rounds):
         average = ClientAverage(layout.size, phi.device)
         for i, (features, experts) in enumerate(clients):
             average.add(warm_start_client(layout, phi, features, experts, config, seed, t, i), len(features))
+            on_client()
         phi = phi + average.step()
     return phi

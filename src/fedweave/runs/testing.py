@@ -14,7 +14,7 @@ from fedweave.console import Console
 from fedweave.data.examples import Task
 from fedweave.evaluation.audit import per_task, routing_table
 from fedweave.evaluation.losses import example_losses
-from fedweave.evaluation.scores import METRICS, score
+from fedweave.evaluation.scores import scores
 from fedweave.experts.mixture import Mixture
 from fedweave.inference.generate import generate
 from fedweave.inference.model import RoutedModel
@@ -107,7 +107,7 @@ def _scores(
     """Generate and score the answers of every task; ``macro`` is the unweighted mean."""
     settings = config.evaluation
     bar = console.progress("test answers", len(held.encoded), "prompts")
-    scores = {}
+    means = {}
     for name in dict.fromkeys(held.labels):
         task = tasks[name]
         rows = [i for i, label in enumerate(held.labels) if label == name]
@@ -121,8 +121,8 @@ def _scores(
             settings.batch_size,
             bar,
         )
-        references = [held.references[i] for i in rows]
-        scores[name] = score(task.metric, answers, references, settings.rouge)
+        each = scores(task.metric, answers, [held.references[i] for i in rows], settings.rouge)
+        means[name] = float(np.mean(each))
         if predictions is not None:
             predictions += [
                 {
@@ -130,10 +130,10 @@ def _scores(
                     "origin": held.origins[i],
                     "prediction": answer,
                     "reference": held.references[i],
-                    "score": METRICS[task.metric](answer, held.references[i]),
+                    "score": scored,
                     "weights": weights[i].tolist(),
                 }
-                for i, answer in zip(rows, answers, strict=True)
+                for i, answer, scored in zip(rows, answers, each, strict=True)
             ]
     bar.close()
-    return {**scores, "macro": float(np.mean(list(scores.values())))}
+    return {**means, "macro": float(np.mean(list(means.values())))}

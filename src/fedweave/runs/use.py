@@ -47,7 +47,7 @@ def _load(folder: Path, config: Config, last: bool, console: Console) -> tuple[l
 def evaluate_run(folder: Path, overrides: list[str], data: Path | None, last: bool, console: Console) -> str:
     """Losses and scores as a table, on the run's test set or on a file."""
     _, config = RunFolder.open(folder, overrides)
-    examples, tasks = _examples(config, data)
+    examples, tasks = _examples(config, data, console)
     models, _ = _load(folder, config, last, console)
     rows, encoded = encode(models[0].backbone, examples, config.data.long_answers, console)
     features = compute_features(models[0].backbone, [e.prompt for e in encoded], console)
@@ -61,10 +61,12 @@ def evaluate_run(folder: Path, overrides: list[str], data: Path | None, last: bo
     return table(["test", *scored, *(f"loss {r} ↓" for r in result["loss"])], lines)
 
 
-def _examples(config: Config, data: Path | None) -> tuple[list[Example], dict[str, Task]]:
+def _examples(config: Config, data: Path | None, console: Console) -> tuple[list[Example], dict[str, Task]]:
     """The run's own test set, or a file of the user's."""
     if data is None:
         loaded = load_data(config)
+        for note in loaded.notes:
+            console.say(f"note: {note}")
         return loaded.test, loaded.tasks
     if not data.is_file():
         raise UserError(f"--data {data}: there is no such file.")
