@@ -1,0 +1,59 @@
+"""Verbs that train: run, resume, compare."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from fedweave.cli.verbs import Verbs, overrides, quiet
+from fedweave.config import load_config
+from fedweave.console import Console
+
+
+def register(verbs: Verbs) -> None:
+    run = verbs.add("run", _run, "Train a federation: fedweave run quickstart training.rounds=5")
+    run.add_argument("recipe", help="a recipe's name or a YAML file")
+    overrides(run)
+    quiet(run)
+    resume = verbs.add("resume", _resume, "Continue an interrupted run from its last checkpoint.")
+    resume.add_argument("folder", type=Path, help="the run folder")
+    overrides(resume)
+    quiet(resume)
+    compare = verbs.add(
+        "compare", _compare, "Run a grid: fedweave compare benchmark method=fedit,fedweave seed=42,43,44"
+    )
+    compare.add_argument("name", help="a comparison, a recipe, or a YAML file of either")
+    overrides(compare)
+    compare.add_argument("--output", type=Path, help="folder of cells and tables; compare/NAME when empty")
+    compare.add_argument("--best-of", metavar="KEY", help="an axis of which every method gets its best value")
+    quiet(compare)
+
+
+def _run(arguments: argparse.Namespace, console: Console) -> None:
+    config = load_config(arguments.recipe, arguments.overrides)
+    output = Path(config.output) if config.output else _free_folder(Path("runs"), Path(arguments.recipe).stem)
+    from fedweave.runs.run import start
+
+    start(config, output, console)
+
+
+def _free_folder(parent: Path, name: str) -> Path:
+    """runs/NAME, or runs/NAME-2 and so on when that is taken."""
+    path, number = parent / name, 1
+    while path.exists():
+        number += 1
+        path = parent / f"{name}-{number}"
+    return path
+
+
+def _resume(arguments: argparse.Namespace, console: Console) -> None:
+    from fedweave.runs.run import resume
+
+    resume(arguments.folder, arguments.overrides, console)
+
+
+def _compare(arguments: argparse.Namespace, console: Console) -> None:
+    from fedweave.compare import compare
+
+    output = arguments.output or Path("compare") / Path(arguments.name).stem
+    print(compare(arguments.name, arguments.overrides, output, arguments.best_of, console))

@@ -1,0 +1,37 @@
+"""How a family of verbs registers itself: one call per verb, shared arguments in one place."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable
+
+from fedweave.console import Console
+
+Run = Callable[[argparse.Namespace, Console], None]
+
+
+class Verbs:
+    """The verbs of ``fedweave``; ``add`` gives the verb's own parser, to which its arguments are added."""
+
+    def __init__(self, parser: argparse.ArgumentParser):
+        self._verbs = parser.add_subparsers(title="verbs", required=True, metavar="VERB")
+
+    def add(self, name: str, run: Run, help: str) -> argparse.ArgumentParser:
+        parser = self._verbs.add_parser(name, help=help, description=help)
+        parser.set_defaults(run=run)
+        return parser
+
+
+def overrides(parser: argparse.ArgumentParser) -> None:
+    """``key=value`` settings; `main` also takes them after options, where argparse takes no positionals."""
+    parser.add_argument(
+        "overrides", nargs="*", metavar="key=value", help="config overrides, as in training.rounds=5"
+    )
+
+
+def quiet(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--quiet", action="store_true", help="no progress, no table")
+
+
+def last(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--last", action="store_true", help="the last round instead of the best")
