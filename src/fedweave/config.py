@@ -150,6 +150,29 @@ class TrainingConfig:
 
 
 @dataclass(frozen=True)
+class FederationConfig:
+    """Between client and server: what the server accepts, and when a round counts."""
+
+    min_answers: int = setting(
+        1, "Accepted answers that a round needs; with fewer it is repeated, then the run stops.", low=1
+    )
+    repeats: int = setting(0, "How often a round with too few accepted answers is repeated.", low=0)
+    norm_limit: float | Literal["auto"] = setting(
+        "auto",
+        "Longest update (2-norm, experts and router each) that is believed; auto is the farthest that AdamW can "
+        "go in the round's steps.",
+        low=0.0,
+    )
+    norm_factor: float = setting(
+        10.0, "The same, as a multiple of the median of recent rounds; 0 switches this limit off.", low=0.0
+    )
+    long_updates: Literal["reject", "clip"] = setting(
+        "reject", "What happens to a longer one: refused, or scaled down to the limit."
+    )
+    max_samples: int = setting(10_000_000, "Most examples that a client can have.", low=1)
+
+
+@dataclass(frozen=True)
 class EvaluationConfig:
     """What is measured, and when."""
 
@@ -186,6 +209,7 @@ class Config:
     discovery: DiscoveryConfig = field(default_factory=DiscoveryConfig)
     alignment: AlignmentConfig = field(default_factory=AlignmentConfig)
     training: TrainingConfig = field(default_factory=TrainingConfig)
+    federation: FederationConfig = field(default_factory=FederationConfig)
     evaluation: EvaluationConfig = field(default_factory=EvaluationConfig)
 
 

@@ -54,3 +54,4 @@ class Update:
     samples: int  # |D_i|
     losses: list[float]
     tokens: int
+    kept: torch.Tensor | None = None  # [P] what the client adds to its own parameters and never sends

@@ -7,6 +7,7 @@ about where. That keeps method × engine a free product.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -18,9 +19,13 @@ from fedweave.experts.dropout import stream_key
 from fedweave.experts.layout import AdapterLayout
 from fedweave.experts.mixture import Mixture
 from fedweave.federation.client import Client
+from fedweave.federation.parcel import Courier, Parcel
 from fedweave.router.mlp import RouterLayout
 from fedweave.training.batch import Lane
 from fedweave.training.lockstep import LaneResult, LockstepTrainer, choose_lanes_per_step
+
+if TYPE_CHECKING:
+    from fedweave.methods.base import Method, ServerState
 
 
 class InProcessEngine:
@@ -78,6 +83,13 @@ class InProcessEngine:
         progress = self.console.progress(label, steps, "steps", transient)
         yield from trainer.train(lanes, group, progress.advance)
         progress.close()
+
+    def answers(
+        self, method: Method, state: ServerState, participants: list[Client], t: int, courier: Courier
+    ) -> Iterator[Parcel]:
+        """Lines 9 to 13: what the participants send back in round t, one by one."""
+        for update in method.local_updates(self, state, participants, t):
+            yield courier.seal(update, t, self.backbone.identity)
 
     def _trainer_for(self, layout: AdapterLayout, router: RouterLayout | None) -> LockstepTrainer:
         """The trainer of this layout, kept over rounds together with what it has recorded."""

@@ -35,6 +35,7 @@ class ServerState:
     phi: torch.Tensor | None  # [R, Q] the routers, one for all or one per cluster
     shares: list[float] = field(default_factory=lambda: [1.0])  # [R] weight of each router at inference
     private: torch.Tensor | None = None  # [clients, P] parameters that never leave their client
+    norms: dict[str, list[float]] = field(default_factory=dict)  # median norms of accepted updates, recent rounds
     report: dict[str, Any] = field(default_factory=dict)  # how discovery and alignment went
 
     def tensors(self) -> dict[str, torch.Tensor]:
@@ -86,6 +87,10 @@ class Method(ABC):
         return Update(
             client.index, result.delta_theta, counts, result.delta_phi, len(client), result.losses, result.tokens
         )
+
+    def shared(self, layout: AdapterLayout) -> torch.Tensor | None:
+        """The columns of θ that travel, [P] bool; None: all of them."""
+        return None
 
     def local_updates(
         self, engine: InProcessEngine, state: ServerState, participants: list[Client], t: int

@@ -12,10 +12,12 @@ from dataclasses import replace
 import torch
 
 from fedweave.aggregation.rules import ClientAverage
+from fedweave.experts.layout import AdapterLayout
 from fedweave.federation.client import Client, Update
 from fedweave.federation.engine import InProcessEngine
 from fedweave.methods.base import Method, Served, ServerState, one_bucket
 from fedweave.training.batch import Lane
+from fedweave.training.lockstep import LaneResult
 
 
 class FedIT(Method):
@@ -35,6 +37,9 @@ class FFALoRA(FedIT):
     def lane(self, client: Client, state: ServerState, t: int) -> Lane:
         return replace(super().lane(client, state, t), trainable=state.layout.is_b)
 
+    def shared(self, layout: AdapterLayout) -> torch.Tensor:
+        return layout.is_b
+
 
 class _OwnParameters(FedIT):
     """Row i of ``private`` is what client i keeps to itself."""
@@ -42,6 +47,9 @@ class _OwnParameters(FedIT):
     def prepare(self, engine: InProcessEngine) -> ServerState:
         state = super().prepare(engine)
         return replace(state, private=state.theta.repeat(len(engine.clients), 1))
+
+    def update(self, client: Client, state: ServerState, result: LaneResult) -> Update:
+        return replace(super().update(client, state, result), kept=result.delta_theta)
 
 
 class FedSALoRA(_OwnParameters):
@@ -52,6 +60,9 @@ class FedSALoRA(_OwnParameters):
         own = torch.where(state.layout.is_b.to(state.theta.device), state.private[client.index], state.theta)
         return replace(super().lane(client, state, t), theta=own)
 
+    def shared(self, layout: AdapterLayout) -> torch.Tensor:
+        return ~layout.is_b
+
     def aggregate(self, state: ServerState, updates: Iterable[Update]) -> ServerState:
         """A moves by the weighted mean; B moves at home. For global evaluation θ carries the mean of all B."""
         assert state.private is not None
@@ -59,7 +70,8 @@ class FedSALoRA(_OwnParameters):
         private = state.private.clone()
         shared = ClientAverage(state.layout.size, state.theta.device)
         for update in updates:
-            private[update.client] += torch.where(is_b, update.delta_theta, 0.0)
+            assert update.kept is not None
+            private[update.client] += torch.where(is_b, update.kept, 0.0)
             shared.add(torch.where(is_b, 0.0, update.delta_theta), update.samples)
         weights = torch.tensor(state.report["client_samples"], device=private.device, dtype=private.dtype)
         mean_b = (weights[:, None] * private).sum(0) / weights.sum()
@@ -73,12 +85,16 @@ class LocalOnly(_OwnParameters):
         assert state.private is not None
         return replace(super().lane(client, state, t), theta=state.private[client.index])
 
+    def shared(self, layout: AdapterLayout) -> torch.Tensor:
+        return torch.zeros(layout.size, dtype=torch.bool)
+
     def aggregate(self, state: ServerState, updates: Iterable[Update]) -> ServerState:
         """Nothing is communicated: each client keeps what it learned."""
         assert state.private is not None
         private = state.private.clone()
         for update in updates:
-            private[update.client] += update.delta_theta
+            assert update.kept is not None
+            private[update.client] += update.kept
         return replace(state, private=private)
 
     def served(self, state: ServerState) -> list[Served]:

@@ -32,7 +32,14 @@ from fedweave.runs.workspace import Workspace
 from fedweave.settings import to_tree
 
 # Keys that a resumed run may change: they do not alter what was already computed.
-FREE_KEYS = ("output", "evaluation", "training.rounds", "training.clients_per_step")
+FREE_KEYS = (
+    "output",
+    "evaluation",
+    "training.rounds",
+    "training.clients_per_step",
+    "federation.min_answers",
+    "federation.repeats",
+)
 
 
 @dataclass
@@ -125,6 +132,7 @@ class RunFolder:
             "experts": state.layout.experts,
             "router": asdict(state.router) if state.router else None,
             "shares": state.shares,
+            "norms": state.norms,
             "report": state.report,
             "clients": [_client_record(c) for c in workspace.engine.clients],
             "metrics_bytes": self.metrics.stat().st_size,
@@ -192,6 +200,7 @@ class Snapshot:
             phi=on_device.get("phi"),
             shares=meta["shares"],
             private=on_device.get("private"),
+            norms=meta.get("norms", {}),
             report=meta["report"],
         )
 

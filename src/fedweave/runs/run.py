@@ -15,7 +15,8 @@ from fedweave.errors import UserError
 from fedweave.evaluation.audit import alignment_audit, per_task
 from fedweave.evaluation.losses import example_losses
 from fedweave.federation.checkpoint import write_atomic
-from fedweave.federation.rounds import RoundReport, federate
+from fedweave.federation.intake import RoundReport
+from fedweave.federation.rounds import federate
 from fedweave.methods import build_method
 from fedweave.methods.base import ServerState
 from fedweave.router.mlp import sparsify
@@ -77,6 +78,8 @@ def _execute(run: RunFolder, prepared: Prepared, console: Console) -> dict[str, 
             train_loss=report.train_loss,
             tokens=report.tokens,
             participants=[c.name for c in report.participants],
+            refused=[{"client": name, "reason": reason} for name, reason in report.refused],
+            clipped=report.clipped,
         )
         rounds, every = workspace.config.training.rounds, workspace.config.evaluation.every
         note = f"train loss {report.train_loss:.3f}"
