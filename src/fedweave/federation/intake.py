@@ -7,7 +7,7 @@ one sentence with the client's name and the reason.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from fedweave.config import Config
-from fedweave.federation.client import Client, Update
+from fedweave.federation.client import Member, Update
 from fedweave.federation.parcel import ROUTER, Courier, Parcel
 
 if TYPE_CHECKING:
@@ -36,7 +36,7 @@ class RoundReport:
     """What a finished round leaves behind: figures, not vectors, so that memory does not grow with the clients."""
 
     t: int
-    participants: list[Client]
+    participants: Sequence[Member]
     losses: list[float] = field(default_factory=list)  # mean step loss of each accepted answer
     tokens: int = 0
     accepted: set[int] = field(default_factory=set)  # client indices

@@ -9,7 +9,6 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 
 from fedweave.backbone.load import Backbone
@@ -25,7 +24,6 @@ from fedweave.federation.checkpoint import (
     save_checkpoint,
     write_atomic,
 )
-from fedweave.federation.client import Client
 from fedweave.methods.base import ServerState
 from fedweave.router.mlp import RouterLayout
 from fedweave.runs.workspace import Workspace
@@ -134,7 +132,7 @@ class RunFolder:
             "shares": state.shares,
             "norms": state.norms,
             "report": state.report,
-            "clients": [_client_record(c) for c in workspace.engine.clients],
+            "clients": [client.record() for client in workspace.engine.clients],
             "metrics_bytes": self.metrics.stat().st_size,
             "config": config_hash(workspace.config),
             "backbone": workspace.backbone.fingerprint,
@@ -161,8 +159,7 @@ class RunFolder:
         meta = snapshot.meta
         _truncate(self.metrics, meta["metrics_bytes"])
         for client, record in zip(workspace.engine.clients, meta["clients"], strict=True):
-            client.buckets = [np.array(b, dtype=int) for b in record["buckets"]]
-            client.assignment, client.note = record["assignment"], record["note"]
+            client.restore(record)
         state = snapshot.state(workspace.engine.layers, workspace.backbone.device)
         best = snapshot.best(workspace.engine.layers, workspace.backbone.device)
         if meta["best_round"] == meta["completed"]:
@@ -219,15 +216,6 @@ def config_hash(config: Config) -> str:
             node = node[name]
         node.pop(last)
     return hashlib.sha256(json.dumps(tree, sort_keys=True).encode()).hexdigest()[:32]
-
-
-def _client_record(client: Client) -> dict[str, Any]:
-    return {
-        "name": client.name,
-        "buckets": [b.tolist() for b in client.buckets],
-        "assignment": client.assignment,
-        "note": client.note,
-    }
 
 
 def _truncate(path: Path, size: int) -> None:

@@ -140,7 +140,7 @@ def _record_discovery(run: RunFolder, workspace: Workspace, state: ServerState, 
         "clients": {
             c.name: {
                 "examples": len(c),
-                "buckets": [len(b) for b in c.buckets],
+                "buckets": c.sizes,
                 "experts": c.assignment,
                 "note": c.note,
             }
