@@ -28,6 +28,9 @@ if TYPE_CHECKING:
     from fedweave.methods.base import Method, ServerState
 
 
+_CLIENTS_AT_ONCE = 128
+
+
 class InProcessEngine:
     """Clients of one process, sharing one frozen backbone."""
 
@@ -87,9 +90,12 @@ class InProcessEngine:
     def answers(
         self, method: Method, state: ServerState, participants: list[Client], t: int, courier: Courier
     ) -> Iterator[Parcel]:
-        """Lines 9 to 13: what the participants send back in round t, one by one."""
-        for update in method.local_updates(self, state, participants, t):
-            yield courier.seal(update, t, self.backbone.identity)
+        """Lines 9 to 13: what the participants send back in round t, one by one; a group of them at a time, so that
+        memory does not grow with their number."""
+        for start in range(0, len(participants), _CLIENTS_AT_ONCE):
+            group = participants[start : start + _CLIENTS_AT_ONCE]
+            for update in method.local_updates(self, state, group, t):
+                yield courier.seal(update, t, self.backbone.identity)
 
     def _trainer_for(self, layout: AdapterLayout, router: RouterLayout | None) -> LockstepTrainer:
         """The trainer of this layout, kept over rounds together with what it has recorded."""

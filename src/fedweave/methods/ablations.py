@@ -80,7 +80,7 @@ class Oracle(FedWeave):
             client.assignment = task.unique().tolist()
         return {}
 
-    def align_buckets(self, engine: InProcessEngine, adapters: list[torch.Tensor]) -> dict:
+    def align_buckets(self, engine: InProcessEngine, signatures: list[torch.Tensor]) -> dict:
         return {"experts": engine.clients[0].data.features.shape[1], "prototype_labels": [
             m for client in engine.clients for m in client.assignment
         ]}  # fmt: skip

@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import torch
 
+from fedweave.aggregation.rules import ClientAverage
 from fedweave.alignment.align import align, signature_distance
-from fedweave.discovery.signatures import signature, stack_signatures, warmup_lane
+from fedweave.discovery.signatures import Signatures, warmup_lane
+from fedweave.errors import UserError
+from fedweave.experts.layout import AdapterLayout
 from fedweave.federation.engine import InProcessEngine
+from fedweave.federation.spool import Spool
 from fedweave.methods.base import Method, ServerState
 from fedweave.router.mlp import RouterLayout
 from fedweave.router.warmstart import warm_start
+
+_SHOWN_PROTOTYPES = 512  # more distances than that are nothing to read, and a large file
 
 
 class FedWeave(Method):
@@ -20,17 +27,12 @@ class FedWeave(Method):
     def prepare(self, engine: InProcessEngine) -> ServerState:
         # Lines 1-4: every client forms buckets, warms up one LoRA per bucket and sends its signature.
         report = self.find_buckets(engine)
-        adapters = self.warm_up(engine)
+        signatures, adapters = self.warm_up(engine)
         # Line 5: the server clusters the signatures into M experts.
-        report |= self.align_buckets(engine, adapters)
+        report |= self.align_buckets(engine, signatures)
         # Line 6: an expert starts as the mean of its buckets' warmup adapters; the router starts at random.
-        labels = torch.tensor(report["prototype_labels"])
-        stacked = torch.stack(adapters)  # [prototypes, P of one expert]
         layout = engine.layout(self.config.experts.rank, report["experts"])
-        start = layout.with_experts(1).initial(self.config.seed)
-        theta = layout.stack([
-            stacked[labels == m].mean(0) if (labels == m).any() else start for m in range(layout.experts)
-        ])  # fmt: skip
+        theta = self.start_experts(layout, report["prototype_labels"], adapters)
         router = self.router_layout(engine, layout.experts)
         phi = self.start_router(engine, router, router.initial(self.config.seed + 1).to(engine.device))
         return ServerState(layout, router, theta.to(engine.device), phi[None], report=report)
@@ -42,11 +44,12 @@ class FedWeave(Method):
             client.buckets, client.note = buckets.members, buckets.note
         return {"bucket_silhouettes": {c.name: b.silhouettes for c, b in zip(engine.clients, found, strict=True)}}
 
-    def warm_up(self, engine: InProcessEngine) -> list[torch.Tensor]:
-        """The warmup adapter of every bucket, client by client, [P of one expert] each; all buckets in lockstep."""
+    def warm_up(self, engine: InProcessEngine) -> tuple[list[torch.Tensor], Spool]:
+        """Signature and warmup adapter of every bucket, client by client, all in lockstep. Adapters stay with their
+        clients until they are asked for."""
         discovery = self.config.discovery
-        layout = engine.layout(self.config.experts.rank, experts=1)
-        start = layout.initial(self.config.seed)
+        signer = self.signatures(engine)
+        start = signer.layout.initial(self.config.seed)
         lanes = [
             warmup_lane(
                 client.data, bucket, start, discovery.warmup_steps, discovery.warmup_batch, self.config.seed,
@@ -55,23 +58,45 @@ class FedWeave(Method):
             for client in engine.clients
             for c, bucket in enumerate(client.buckets)
         ]  # fmt: skip
-        return [start + result.delta_theta.cpu() for result in engine.train(layout, None, lanes, "warmup")]
+        signatures, adapters = [], Spool(signer.layout.size)
+        for lane, result in zip(lanes, engine.train(signer.layout, None, lanes, "warmup"), strict=True):
+            adapter = start + result.delta_theta.cpu()
+            if not torch.isfinite(adapter).all():
+                raise UserError(f"the warmup of {lane.data.name!r} gave NaN or infinity; lower training.lr.")
+            signatures.append(signer.of(adapter))
+            adapters.append(adapter)
+        return signatures, adapters
 
-    def align_buckets(self, engine: InProcessEngine, adapters: list[torch.Tensor]) -> dict[str, Any]:
-        """Decide M and a(i,c) from the signatures."""
+    def signatures(self, engine: InProcessEngine) -> Signatures:
         layout = engine.layout(self.config.experts.rank, experts=1)
-        distance = signature_distance(stack_signatures([signature(layout, adapter) for adapter in adapters]))
+        return Signatures(layout, self.config.discovery.sketch, self.config.seed)
+
+    def start_experts(
+        self, layout: AdapterLayout, labels: list[int], adapters: Iterable[torch.Tensor]
+    ) -> torch.Tensor:
+        """θ⁰ [P]: means of warmup adapters as a stream; an expert without any starts where all of them did."""
+        single = layout.with_experts(1)
+        means = [ClientAverage(single.size, torch.device("cpu")) for _ in range(layout.experts)]
+        for label, adapter in zip(labels, adapters, strict=True):
+            means[label].add(adapter, 1.0)
+        start = single.initial(self.config.seed)
+        return layout.stack([mean.step() if mean.weight else start for mean in means])
+
+    def align_buckets(self, engine: InProcessEngine, signatures: list[torch.Tensor]) -> dict[str, Any]:
+        """Decide M and a(i,c) from the signatures."""
+        distance = signature_distance(self.signatures(engine).blocks(signatures))
         alignment = align(distance, self.config.alignment.max_experts)
         labels = iter(alignment.labels.tolist())
         for client in engine.clients:
             client.assignment = [next(labels) for _ in client.buckets]
+        shown = distance.astype(float).round(6).tolist() if len(distance) <= _SHOWN_PROTOTYPES else None
         return {
-            "prototypes": len(adapters),
+            "prototypes": len(signatures),
             "experts": alignment.experts,
             "prototype_labels": alignment.labels.tolist(),
             "alignment_silhouettes": alignment.silhouettes,
             "alignment_note": alignment.note,
-            "signature_distance": distance.round(6).tolist(),
+            "signature_distance": shown,
         }
 
     def router_layout(self, engine: InProcessEngine, experts: int) -> RouterLayout:
