@@ -123,6 +123,12 @@ class DiscoveryConfig:
     restarts: int = setting(10, "Restarts of k-means.", low=1)
     warmup_steps: int = setting(10, "Optimiser steps of a bucket's warmup adapter.", low=1)
     warmup_batch: int = setting(8, "Batch size of the warmup.", low=1)
+    sketch: int = setting(
+        0,
+        "Numbers per LoRA-B block that a signature is projected to, so that it is kilobytes and not megabytes; 64 "
+        "is plenty, 0 sends the blocks whole.",
+        low=0,
+    )
 
 
 @dataclass(frozen=True)

@@ -89,10 +89,10 @@ class Client:
 
 @dataclass
 class Prototypes:
-    """What a client tells after lines 1 to 4: how many buckets, how large, and their warmup adapters."""
+    """What a client tells after lines 1 to 4: how many buckets, how large, and their signatures."""
 
     sizes: list[int]
-    adapters: torch.Tensor  # [buckets, P of one expert] warmup adapters; no rows where a method has none
+    signatures: torch.Tensor  # [buckets, D] s(i,c); no rows where a method has none
     note: str = ""
     silhouettes: dict[int, float] = field(default_factory=dict)  # of every candidate count
     assignment: list[int] = field(default_factory=list)  # where alignment has nothing to decide

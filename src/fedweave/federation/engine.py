@@ -21,6 +21,7 @@ from fedweave.experts.layout import AdapterLayout
 from fedweave.experts.mixture import Mixture
 from fedweave.federation.client import Client, Prototypes
 from fedweave.federation.parcel import Courier, Parcel
+from fedweave.federation.spool import Spool
 from fedweave.router.mlp import RouterLayout
 from fedweave.training.batch import Lane
 from fedweave.training.lockstep import LaneResult, LockstepTrainer, choose_lanes_per_step
@@ -29,8 +30,11 @@ if TYPE_CHECKING:
     from fedweave.methods.base import Method, ServerState
 
 
+_CLIENTS_AT_ONCE = 128
+
+
 class Engine(ABC):
-    """The server's view of its clients: who they are, and the three questions that it asks them."""
+    """The server's view of its clients: who they are, and the questions that it asks them."""
 
     clients: Sequence[Any]  # each a Member
     config: Config
@@ -39,6 +43,7 @@ class Engine(ABC):
     device: torch.device  # where the server computes
     identity: dict[str, str]  # Backbone.identity of the federation
     width: int  # d of the router's features
+    grows = False  # whether clients may come after alignment
 
     def layout(self, rank: int, experts: int) -> AdapterLayout:
         return AdapterLayout.of(self.layers, rank, experts)
@@ -46,6 +51,10 @@ class Engine(ABC):
     @abstractmethod
     def prototypes(self, method: Method) -> list[Prototypes]:
         """Lines 1 to 4: what every client tells of its buckets, in the order of ``clients``."""
+
+    @abstractmethod
+    def starts(self, method: Method) -> Iterator[tuple[int, torch.Tensor, float]]:
+        """Line 6: (expert, mean of warmup adapters [P of one expert], how many buckets) from all clients."""
 
     @abstractmethod
     def router_updates(
@@ -58,6 +67,10 @@ class Engine(ABC):
         self, method: Method, state: ServerState, participants: Sequence[Any], t: int, courier: Courier
     ) -> Iterator[Parcel]:
         """Lines 9 to 13: what the participants send back in round t, one by one."""
+
+    @abstractmethod
+    def restore(self, records: Sequence[dict[str, Any]]) -> None:
+        """The clients as a checkpoint recorded them."""
 
     def present(self, method: Method, state: ServerState) -> Sequence[Any]:
         """The clients that can be asked now; whoever is new has been given experts."""
@@ -74,6 +87,7 @@ class InProcessEngine(Engine):
     def __init__(self, backbone: Backbone, clients: list[Client], config: Config, console: Console):
         self.backbone, self.clients, self.config, self.console = backbone, clients, config, console
         self.layers = backbone.linear_layers(config.experts.target_modules)
+        self.spool: Spool | None = None  # warmup adapters of all buckets, until the server asks for them
         self._mixture: Mixture | None = None
         self._trainer: LockstepTrainer | None = None
 
@@ -92,6 +106,12 @@ class InProcessEngine(Engine):
     def prototypes(self, method: Method) -> list[Prototypes]:
         return list(method.discover(self, self.clients))
 
+    def starts(self, method: Method) -> Iterator[tuple[int, torch.Tensor, float]]:
+        assert self.spool is not None
+        labels = [m for client in self.clients for m in client.assignment]
+        for m, adapter in zip(labels, self.spool, strict=True):
+            yield m, adapter, 1.0
+
     def router_updates(
         self, method: Method, router: RouterLayout, phi: torch.Tensor, t: int
     ) -> Iterator[tuple[torch.Tensor, int]]:
@@ -100,8 +120,15 @@ class InProcessEngine(Engine):
     def answers(
         self, method: Method, state: ServerState, participants: Sequence[Client], t: int, courier: Courier
     ) -> Iterator[Parcel]:
-        for update in method.local_updates(self, state, participants, t):
-            yield courier.seal(update, t, self.identity)
+        """A group of them at a time, so that memory does not grow with their number."""
+        for start in range(0, len(participants), _CLIENTS_AT_ONCE):
+            group = participants[start : start + _CLIENTS_AT_ONCE]
+            for update in method.local_updates(self, state, group, t):
+                yield courier.seal(update, t, self.identity)
+
+    def restore(self, records: Sequence[dict[str, Any]]) -> None:
+        for client, record in zip(self.clients, records, strict=True):
+            client.restore(record)
 
     def private(self, theta: torch.Tensor) -> torch.Tensor:
         return theta.repeat(len(self.clients), 1)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+
+import torch
 
 from fedweave.evaluation.losses import example_losses
 from fedweave.federation.client import Client
@@ -36,11 +38,11 @@ def local_loss(bench: InProcessEngine, method: Method, client: Client, state: Se
     held = client.held
     if held is None or not len(held):
         return Loss()
-    if client.own is not None:
-        state = replace(state, private=client.own[None])
-    (model,) = method.served(state)
-    weights = vote(state.router, model.phi, model.shares, held.features)
+    theta, shared = state.theta, method.shared(state.layout)
+    if client.own is not None and shared is not None:  # a site answers with what it keeps
+        theta = torch.where(shared.to(theta.device), theta, client.own)
+    weights = vote(state.router, state.phi, state.shares, held.features)
     gates = sparsify(weights, method.selection)
-    losses = example_losses(bench.backbone, held.examples, bench.mixture(state.layout), model.theta, gates)
+    losses = example_losses(bench.backbone, held.examples, bench.mixture(state.layout), theta, gates)
     entropy = -(weights.clamp(min=1e-12).log() * weights).sum().item()
     return Loss(losses.sum().item(), entropy, len(held))

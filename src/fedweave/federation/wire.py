@@ -15,7 +15,7 @@ import torch
 from fedweave.federation.client import Prototypes
 from fedweave.federation.intake import Refused, check_arrays
 from fedweave.federation.letters import Letter
-from fedweave.federation.parcel import ROUTER, Parcel
+from fedweave.federation.parcel import ROUTER, Parcel, expert_name
 from fedweave.router.mlp import RouterLayout
 
 if TYPE_CHECKING:
@@ -83,30 +83,39 @@ def read_state(letter: Letter, bench: Engine) -> tuple[ServerState, int]:
 
 
 def prototypes_letter(told: Prototypes) -> Letter:
-    arrays = to_arrays({"adapters": told.adapters}) if told.adapters.numel() else {}
+    arrays = to_arrays({"signatures": told.signatures}) if told.signatures.numel() else {}
     return Letter(arrays, {
         "sizes": told.sizes, "note": told.note, "tried": list(told.silhouettes),
         "silhouettes": list(told.silhouettes.values()), "assignment": told.assignment,
     })  # fmt: skip
 
 
-def read_prototypes(letter: Letter, size: int) -> Prototypes:
-    """``size`` is P of one expert."""
+def read_prototypes(letter: Letter, width: int, dtype: torch.dtype) -> Prototypes:
+    """``width`` and ``dtype`` are those of a signature; no width: the method has none."""
     sizes, assignment = whole_numbers(letter, "sizes"), whole_numbers(letter, "assignment")
     if not sizes or min(sizes) < 1:
         raise Refused("it names no bucket, or an empty one")
     tensors = to_tensors(letter.arrays)
-    if tensors:
-        check_arrays(tensors, {"adapters": ((len(sizes), size), torch.float32)})
+    check_arrays(tensors, {"signatures": ((len(sizes), width), dtype)} if width else {})
     silhouettes: Any = letter.facts.get("silhouettes", [])
     tried = whole_numbers(letter, "tried")
     return Prototypes(
         sizes,
-        tensors.get("adapters", torch.empty(0, 0)),
+        tensors.get("signatures", torch.empty(0, 0)),
         str(letter.facts.get("note", ""))[:200],
         {k: float(s) for k, s in zip(tried, silhouettes, strict=False)} if isinstance(silhouettes, list) else {},
         assignment,
     )
+
+
+def read_starts(letter: Letter, size: int) -> list[tuple[int, torch.Tensor, float]]:
+    """(expert, mean adapter, buckets) of a site; ``size`` is P of one expert."""
+    experts, buckets = whole_numbers(letter, "experts"), whole_numbers(letter, "buckets")
+    if len(experts) != len(buckets) or any(n < 1 for n in buckets):
+        raise Refused("it does not say how many buckets its adapters stand for")
+    tensors = to_tensors(letter.arrays)
+    check_arrays(tensors, {expert_name(m): ((size,), torch.float32) for m in experts})
+    return [(m, tensors[expert_name(m)], float(n)) for m, n in zip(experts, buckets, strict=True)]
 
 
 def parcel_letter(parcel: Parcel) -> Letter:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from typing import Any
 
 import torch
 
 from fedweave.discovery.clusterers import Buckets
-from fedweave.federation.client import Client, Prototypes, Update
+from fedweave.federation.client import Client, Member, Prototypes, Update
 from fedweave.federation.engine import Engine, InProcessEngine
-from fedweave.methods.base import ServerState
+from fedweave.methods.base import Method, ServerState
 from fedweave.methods.fedweave import FedWeave
 from fedweave.router.mlp import RouterLayout
 from fedweave.training.batch import Lane
@@ -83,10 +84,13 @@ class Oracle(FedWeave):
             client.assignment = client.data.features.argmax(1).unique().tolist()
             yield replace(told, assignment=client.assignment)
 
-    def align_buckets(self, engine: Engine, found: list[Prototypes]) -> dict:
+    def align_buckets(self, engine: Engine, found: list[Prototypes]) -> dict[str, Any]:
         for client, told in zip(engine.clients, found, strict=True):
             client.assignment = told.assignment
         return {"experts": engine.width, "prototype_labels": [m for told in found for m in told.assignment]}
+
+    def admit(self, engine: Engine, state: ServerState, newcomer: Member, told: Prototypes) -> str:
+        return Method.admit(self, engine, state, newcomer, told)
 
     def router_layout(self, engine: Engine, experts: int) -> RouterLayout:
         return RouterLayout(experts, experts, experts)

@@ -17,6 +17,7 @@ import torch
 from fedweave.aggregation.rules import ClientAverage, ExpertAverage
 from fedweave.config import Config
 from fedweave.discovery.clusterers import Buckets
+from fedweave.discovery.signatures import Signatures
 from fedweave.experts.layout import AdapterLayout
 from fedweave.federation.client import Client, Member, Prototypes, Update
 from fedweave.federation.engine import Engine, InProcessEngine
@@ -37,12 +38,13 @@ class ServerState:
     phi: torch.Tensor | None  # [R, Q] the routers, one for all or one per cluster
     shares: list[float] = field(default_factory=lambda: [1.0])  # [R] weight of each router at inference
     private: torch.Tensor | None = None  # [clients, P] parameters that never leave their client
+    signatures: torch.Tensor | None = None  # [M, D] means of the experts' buckets, for clients that come later
     norms: dict[str, list[float]] = field(default_factory=dict)  # median norms of accepted updates, recent rounds
     report: dict[str, Any] = field(default_factory=dict)  # how discovery and alignment went
 
     def tensors(self) -> dict[str, torch.Tensor]:
         """What a checkpoint must hold."""
-        named = {"theta": self.theta, "phi": self.phi, "private": self.private}
+        named = {"theta": self.theta, "phi": self.phi, "private": self.private, "signatures": self.signatures}
         return {name: tensor for name, tensor in named.items() if tensor is not None}
 
 
@@ -71,10 +73,14 @@ class Method(ABC):
     def prepare(self, engine: Engine) -> ServerState:
         """Algorithm 1, lines 1 to 6: fix the clients' buckets and assignments, and the initial state."""
 
+    def signatures(self, engine: Engine) -> Signatures | None:
+        """How clients sign their buckets; None where they need not."""
+        return None
+
     def admit(self, engine: Engine, state: ServerState, newcomer: Member, told: Prototypes) -> str:
         """Give a client that comes after alignment its experts, -1 where none fits; returns a line for the log."""
         newcomer.assignment = told.assignment or [0 for _ in told.sizes]
-        return ""
+        return ", ".join(f"bucket {c} → expert {m}" for c, m in enumerate(newcomer.assignment))
 
     # ---------------------------------------------------------------------------------- client side
 
@@ -163,6 +169,10 @@ class Method(ABC):
         """Routing of the validation loss."""
         asked = self.config.evaluation.selection
         return self.routing if asked == "auto" else asked
+
+    def is_whole(self, state: ServerState) -> bool:
+        """Whether the server has all of a model that answers; some methods leave a part at the sites."""
+        return True
 
     def served(self, state: ServerState) -> list[Served]:
         """The global model; a method without one names every client's, and figures are their mean."""

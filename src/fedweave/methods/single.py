@@ -12,6 +12,7 @@ from dataclasses import replace
 import torch
 
 from fedweave.aggregation.rules import ClientAverage
+from fedweave.errors import UserError
 from fedweave.experts.layout import AdapterLayout
 from fedweave.federation.client import Client, Update
 from fedweave.federation.engine import Engine
@@ -48,6 +49,16 @@ class _OwnParameters(FedIT):
     def prepare(self, engine: Engine) -> ServerState:
         state = super().prepare(engine)
         return replace(state, private=engine.private(state.theta))
+
+    def is_whole(self, state: ServerState) -> bool:
+        return state.private is not None
+
+    def served(self, state: ServerState) -> list[Served]:
+        if not self.is_whole(state):
+            raise UserError(
+                f"{self.config.method} leaves parameters at its sites: this server has no whole model to use."
+            )
+        return super().served(state)
 
     def own(self, client: Client, state: ServerState) -> torch.Tensor:
         """[P] what the client has kept so far."""
@@ -106,5 +117,6 @@ class LocalOnly(_OwnParameters):
         return replace(state, private=private)
 
     def served(self, state: ServerState) -> list[Served]:
+        super().served(state)
         assert state.private is not None
         return [Served(own, None, [1.0]) for own in state.private]

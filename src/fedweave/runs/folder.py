@@ -7,7 +7,7 @@ import json
 import os
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -26,17 +26,24 @@ from fedweave.federation.checkpoint import (
 )
 from fedweave.methods.base import ServerState
 from fedweave.router.mlp import RouterLayout
-from fedweave.runs.workspace import Workspace
 from fedweave.settings import to_tree
+
+if TYPE_CHECKING:
+    from fedweave.runs.run import Ground
 
 # Keys that a resumed run may change: they do not alter what was already computed.
 FREE_KEYS = (
     "output",
+    "engine",
     "evaluation",
     "training.rounds",
     "training.clients_per_step",
     "federation.min_answers",
     "federation.repeats",
+    "federation.sites",
+    "federation.deadline",
+    "federation.patience",
+    "federation.test",
 )
 
 
@@ -115,7 +122,7 @@ class RunFolder:
 
     # ---------------------------------------------------------------------------------- checkpoints
 
-    def save(self, workspace: Workspace, progress: Progress) -> None:
+    def save(self, ground: Ground, progress: Progress) -> None:
         """Everything that resuming needs. The best state rides along only while it is not the current one."""
         state, best = progress.state, progress.best
         tensors = state.tensors()
@@ -132,10 +139,10 @@ class RunFolder:
             "shares": state.shares,
             "norms": state.norms,
             "report": state.report,
-            "clients": [client.record() for client in workspace.engine.clients],
+            "clients": [client.record() for client in ground.engine.clients],
             "metrics_bytes": self.metrics.stat().st_size,
-            "config": config_hash(workspace.config),
-            "backbone": workspace.backbone.fingerprint,
+            "config": config_hash(ground.config),
+            "backbone": ground.backbone.fingerprint,
         }
         save_checkpoint(self.checkpoints, round_name(progress.completed), tensors, meta)
         prune(self.checkpoints, keep={round_name(0)})
@@ -149,19 +156,18 @@ class RunFolder:
                 console.warn(f"{error} Falling back to the one before.")
         return None
 
-    def load(self, workspace: Workspace, console: Console) -> Progress | None:
-        """Put the newest checkpoint back into the workspace, to go on from there; None when there is none yet."""
+    def load(self, ground: Ground, console: Console) -> Progress | None:
+        """Put the newest checkpoint back onto the ground, to go on from there; None when there is none yet."""
         snapshot = self.newest(console)
         if snapshot is None:
             _truncate(self.metrics, 0)  # killed before the first checkpoint: begin again
             return None
-        snapshot.check(workspace.config, workspace.backbone)
+        snapshot.check(ground.config, ground.backbone)
         meta = snapshot.meta
         _truncate(self.metrics, meta["metrics_bytes"])
-        for client, record in zip(workspace.engine.clients, meta["clients"], strict=True):
-            client.restore(record)
-        state = snapshot.state(workspace.engine.layers, workspace.backbone.device)
-        best = snapshot.best(workspace.engine.layers, workspace.backbone.device)
+        ground.engine.restore(meta["clients"])
+        state = snapshot.state(ground.engine.layers, ground.backbone.device)
+        best = snapshot.best(ground.engine.layers, ground.backbone.device)
         if meta["best_round"] == meta["completed"]:
             best = state
         return Progress(state, meta["completed"], best, meta["best_round"], meta["best_loss"], meta["seconds"])
@@ -187,7 +193,7 @@ class Snapshot:
 
     def state(self, layers: dict[str, torch.nn.Linear], device: torch.device, prefix: str = "") -> ServerState:
         """The last round's state."""
-        parts = {name: self.tensors.get(f"{prefix}{name}") for name in ("theta", "phi", "private")}
+        parts = {name: self.tensors.get(f"{prefix}{name}") for name in ("theta", "phi", "private", "signatures")}
         on_device = {name: t.to(device) for name, t in parts.items() if t is not None}
         meta = self.meta
         return ServerState(
@@ -197,6 +203,7 @@ class Snapshot:
             phi=on_device.get("phi"),
             shares=meta["shares"],
             private=on_device.get("private"),
+            signatures=on_device.get("signatures"),
             norms=meta.get("norms", {}),
             report=meta["report"],
         )

@@ -48,6 +48,10 @@ class Workspace:
     def tasks(self) -> dict[str, Task]:
         return self.data.tasks
 
+    @property
+    def notes(self) -> list[str]:
+        return self.data.notes
+
     def reveal_labels(self) -> None:
         """Swap every feature for its task label, one-hot. For upper bounds only; a method never sees this."""
         names = list(self.tasks)

@@ -6,15 +6,14 @@ unknown costs its own answer and nothing else; each is one line for the operator
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
 import torch
-import yaml
-from flwr.app import Message
 from flwr.serverapp import Grid
 
 from fedweave.config import BackboneConfig, Config
@@ -23,7 +22,7 @@ from fedweave.errors import UserError
 from fedweave.federation.client import Prototypes
 from fedweave.federation.engine import Engine
 from fedweave.federation.evaluate import Loss
-from fedweave.federation.flower.records import from_records, to_records
+from fedweave.federation.flower.post import POLL, Post, RemoteClient
 from fedweave.federation.intake import Refused, check_identity
 from fedweave.federation.letters import Letter
 from fedweave.federation.parcel import Courier, Parcel
@@ -31,48 +30,33 @@ from fedweave.federation.wire import (
     read_parcel,
     read_prototypes,
     read_router_update,
+    read_starts,
     router_facts,
     state_letter,
     to_arrays,
 )
 from fedweave.methods.base import Method, ServerState
 from fedweave.router.mlp import RouterLayout
-from fedweave.settings import to_tree
 
-POLL = 0.25  # seconds between two looks for answers
-_TOGETHER = 16  # answers fetched at a time: what the server holds does not grow with the sites
-
-
-@dataclass
-class RemoteClient:
-    """What the server knows of a site."""
-
-    index: int
-    name: str
-    node: int | None = None  # its Flower node while it is there
-    sizes: list[int] = field(default_factory=list)
-    assignment: list[int] = field(default_factory=list)
-    note: str = ""
-
-    def __len__(self) -> int:
-        """|D_i|: the examples that take part."""
-        return sum(n for n, m in zip(self.sizes, self.assignment, strict=True) if m >= 0) or sum(self.sizes)
-
-    def record(self) -> dict[str, Any]:
-        return {key: value for key, value in asdict(self).items() if key != "node"}
+_AGAIN = 60.0  # seconds before a node that gave an error is greeted again
 
 
 class FlowerEngine(Engine):
-    """Sites behind a Grid. ``federation`` names this federation to the sites, over all sessions of the run."""
+    """Sites behind a Grid. ``federation`` names this federation to the sites, over all sessions of the run;
+    ``settings`` is the config that they are told."""
 
-    def __init__(self, grid: Grid, config: Config, console: Console, federation: str):
-        self.grid, self.config, self.console, self.federation = grid, config, console, federation
+    grows = True
+
+    def __init__(self, grid: Grid, config: Config, console: Console, federation: str, settings: Config):
+        self.grid, self.config, self.console = grid, config, console
+        self.post = Post(grid, console, federation, settings, config.federation.deadline)
         self.clients: list[RemoteClient] = []
         self.device = torch.device("cpu")
         self.fingerprint = ""
-        self._settings = yaml.safe_dump(to_tree(public(config)), sort_keys=False)
         self._greeted: dict[int, str] = {}  # node -> the site's name, or "" for one that was turned away
-        self._waiting: dict[str, RemoteClient] = {}  # sites that came after alignment
+        self._again: dict[int, float] = {}  # node -> when to greet it again after an error
+        self._hellos: dict[str, int] = {}  # message -> node that has been greeted and has not answered
+        self._waiting: dict[str, RemoteClient] = {}  # sites that are here and take no part yet
 
     # ---------------------------------------------------------------------------------- who is there
 
@@ -82,6 +66,10 @@ class FlowerEngine(Engine):
         self.clients = [replace(self._waiting[name], index=i) for i, name in enumerate(sorted(self._waiting))]
         self._waiting = {}
         self.console.say(f"sites: {', '.join(client.name for client in self.clients)}")
+
+    def meet(self) -> None:
+        """Wait for anybody at all: the first site says what the backbone is."""
+        self._wait(lambda: bool(self.fingerprint), "a site")
 
     def restore(self, records: Sequence[dict[str, Any]]) -> None:
         """The sites of a checkpoint; each is found again when its node says hello."""
@@ -133,10 +121,15 @@ class FlowerEngine(Engine):
         for name in [name for name, client in self._waiting.items() if client.node not in nodes]:
             del self._waiting[name]
         self._greeted = {node: name for node, name in self._greeted.items() if node in nodes}
-        fresh = [RemoteClient(-1, f"node {node}", node) for node in sorted(nodes - set(self._greeted))]
-        for stranger, letter in self._ask("hello", fresh, Letter()):
-            assert stranger.node is not None
-            self._greeted[stranger.node] = self._meet(stranger.node, letter)
+        self._hellos = {number: node for number, node in self._hellos.items() if node in nodes}
+        fresh = sorted(nodes - set(self._greeted) - set(self._hellos.values()))
+        self._hellos |= self.post.push(
+            "hello", [RemoteClient(-1, "", node) for node in fresh], Letter(), lambda c: c.node
+        )
+        for reply in self.post.pull(self._hellos):  # nobody is waited for: a silent node holds up no round
+            node = self._hellos.pop(reply.metadata.reply_to_message_id)
+            letter = self.post.opened(reply, f"node {node}")
+            self._greeted[node] = self._meet(node, letter) if letter is not None else ""
 
     def _meet(self, node: int, letter: Letter) -> str:
         """A node says who it is; returns its name, or nothing when it is turned away."""
@@ -172,7 +165,7 @@ class FlowerEngine(Engine):
     def _admit(self, method: Method, state: ServerState, newcomer: RemoteClient) -> None:
         """A site that comes after alignment: its buckets go to the experts that they resemble."""
         newcomer.index = max((client.index for client in self.clients), default=-1) + 1
-        for _, told in self._prototypes([newcomer]):
+        for _, told in self._prototypes(method, [newcomer]):
             newcomer.sizes, newcomer.note = told.sizes, told.note
             lines = method.admit(self, state, newcomer, told)
             self.clients.append(newcomer)
@@ -181,7 +174,7 @@ class FlowerEngine(Engine):
     # ---------------------------------------------------------------------------------- the questions
 
     def prototypes(self, method: Method) -> list[Prototypes]:
-        found = {client.index: told for client, told in self._prototypes(self._here())}
+        found = {client.index: told for client, told in self._prototypes(method, self._here())}
         silent = [client for client in self.clients if client.index not in found]
         self.clients = [client for client in self.clients if client.index in found]
         if len(self.clients) < max(1, self.config.federation.min_answers):
@@ -194,19 +187,34 @@ class FlowerEngine(Engine):
             client.sizes, client.note, client.assignment = told.sizes, told.note, told.assignment
         return [found[client.index] for client in self.clients]
 
-    def _prototypes(self, clients: Sequence[RemoteClient]) -> Iterator[tuple[RemoteClient, Prototypes]]:
-        size = self.layout(self.config.experts.rank, 1).size
-        for client, letter in self._ask("discover", clients, Letter()):
+    def _prototypes(
+        self, method: Method, clients: Sequence[RemoteClient]
+    ) -> Iterator[tuple[RemoteClient, Prototypes]]:
+        signer = method.signatures(self)
+        width, dtype = (sum(signer.widths), signer.dtype) if signer else (0, torch.float32)
+        for client, letter in self.post.ask("discover", clients, Letter()):
             try:
-                yield client, read_prototypes(letter, size)
+                yield client, read_prototypes(letter, width, dtype)
             except Refused as reason:
                 self.console.warn(f"site {client.name}'s buckets are refused: {reason}.")
+
+    def starts(self, method: Method) -> Iterator[tuple[int, torch.Tensor, float]]:
+        size = self.layout(self.config.experts.rank, 1).size
+        for client, letter in self.post.ask("start", self._here(), Letter()):
+            try:
+                found = read_starts(letter, size)
+                if {m for m, _, _ in found} != set(client.assignment):
+                    raise Refused("it sends other experts than its buckets have")
+            except Refused as reason:
+                self.console.warn(f"site {client.name}'s adapters are refused: {reason}.")
+            else:
+                yield from found
 
     def router_updates(
         self, method: Method, router: RouterLayout, phi: torch.Tensor, t: int
     ) -> Iterator[tuple[torch.Tensor, int]]:
         letter = Letter(to_arrays({"phi": phi}), {"t": t, **router_facts(router)})
-        for client, answer in self._ask("warm", self._here(), letter):
+        for client, answer in self.post.ask("warm", self._here(), letter):
             try:
                 yield read_router_update(answer, router.size, len(client))
             except Refused as reason:
@@ -215,72 +223,21 @@ class FlowerEngine(Engine):
     def answers(
         self, method: Method, state: ServerState, participants: Sequence[RemoteClient], t: int, courier: Courier
     ) -> Iterator[Parcel]:
-        for client, letter in self._ask("train", participants, state_letter(state, t)):
+        for client, letter in self.post.ask("train", participants, state_letter(state, t)):
             yield read_parcel(letter, client.index)
 
     def losses(self, state: ServerState, t: int) -> dict[str, Loss]:
         """Every site's validation loss, by name."""
         found = {}
-        for client, letter in self._ask("evaluate", self._here(), state_letter(state, t)):
+        for client, letter in self.post.ask("evaluate", self._here(), state_letter(state, t)):
             facts: dict[str, Any] = letter.facts
             try:
                 loss = Loss(float(facts["total"]), float(facts["entropy"]), int(facts["count"]))
             except (KeyError, TypeError, ValueError):
                 continue
-            if 0 < loss.count <= sum(client.sizes) and loss.mean == loss.mean:
+            if 0 < loss.count <= self.config.federation.max_samples and math.isfinite(loss.mean):
                 found[client.name] = loss
         return found
-
-    # ---------------------------------------------------------------------------------- asking
-
-    def _ask(
-        self, step: str, clients: Sequence[RemoteClient], letter: Letter
-    ) -> Iterator[tuple[RemoteClient, Letter]]:
-        """Ask these sites, and hand their answers out as they come, until all have answered or the deadline is over."""
-        if not clients:
-            return
-        deadline = self.config.federation.deadline
-        messages = [
-            Message(to_records(self._addressed(letter, step, c)), c.node or 0, _kind(step), ttl=deadline)
-            for c in clients
-        ]
-        pushed = self.grid.push_messages(messages)
-        open_ = {str(number): client for number, client in zip(pushed, clients, strict=True) if number}
-        del messages
-        end = time.monotonic() + deadline
-        while open_ and time.monotonic() < end:
-            for start in range(0, len(open_), _TOGETHER):
-                for reply in list(self.grid.pull_messages(list(open_)[start : start + _TOGETHER])):
-                    client = open_.pop(reply.metadata.reply_to_message_id, None)
-                    if client is not None and (answer := self._opened(reply, client)) is not None:
-                        yield client, answer
-            if open_:
-                time.sleep(POLL)
-        for client in open_.values():
-            self.console.warn(f"site {client.name} did not answer within {deadline:g} s; the rest goes on.")
-
-    def _addressed(self, letter: Letter, step: str, client: RemoteClient) -> Letter:
-        return Letter(letter.arrays, {
-            **letter.facts, "step": step, "config": self._settings, "federation": self.federation,
-            "index": client.index, "sizes": client.sizes, "assignment": client.assignment,
-        })  # fmt: skip
-
-    def _opened(self, reply: Message, client: RemoteClient) -> Letter | None:
-        """The letter in a reply; an error inside, of Flower or of the site, is told to the operator."""
-        if reply.has_error():
-            reason = reply.error.reason or f"Flower error {reply.error.code}"
-        else:
-            letter = from_records(reply.content)
-            if "error" not in letter.facts:
-                return letter
-            reason = str(letter.facts["error"])[:300]
-        self.console.warn(f"site {client.name} gave no answer: {reason.rstrip('.')}.")
-        return None
-
-
-def _kind(step: str) -> str:
-    """Flower's type of a message, which its logs show."""
-    return step if step in ("train", "evaluate") else f"query.{step}"
 
 
 def public(config: Config) -> Config:

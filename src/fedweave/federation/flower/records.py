@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
+import numpy as np
 from flwr.app import Array, ArrayRecord, ConfigRecord, MetricRecord, RecordDict
 
 from fedweave.federation.letters import Fact, Letter
@@ -11,12 +13,17 @@ from fedweave.federation.letters import Fact, Letter
 ARRAYS, NUMBERS, TEXTS = "arrays", "numbers", "texts"
 
 
-def to_records(letter: Letter) -> RecordDict:
+def to_record(arrays: Mapping[str, np.ndarray]) -> ArrayRecord:
+    return ArrayRecord({name: Array(array) for name, array in arrays.items()})
+
+
+def to_records(letter: Letter, arrays: ArrayRecord | None = None) -> RecordDict:
+    """``arrays`` may be given ready made: a broadcast is written out once for all sites."""
     numbers = {name: fact for name, fact in letter.facts.items() if _is_numeric(fact)}
     texts = {name: fact for name, fact in letter.facts.items() if name not in numbers}
-    arrays = {name: Array(array) for name, array in letter.arrays.items()}
+    arrays = arrays if arrays is not None else to_record(letter.arrays)
     return RecordDict({
-        ARRAYS: ArrayRecord(arrays), NUMBERS: MetricRecord(numbers), TEXTS: ConfigRecord(texts),  # type: ignore
+        ARRAYS: arrays, NUMBERS: MetricRecord(numbers), TEXTS: ConfigRecord(texts),  # type: ignore
     })  # fmt: skip
 
 

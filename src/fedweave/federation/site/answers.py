@@ -15,6 +15,7 @@ import numpy as np
 import torch
 
 import fedweave
+from fedweave.aggregation.rules import ClientAverage
 from fedweave.backbone.encode import encode
 from fedweave.backbone.features import cached_features
 from fedweave.backbone.load import Backbone, load_backbone
@@ -26,7 +27,7 @@ from fedweave.federation.client import Client
 from fedweave.federation.engine import InProcessEngine
 from fedweave.federation.evaluate import local_loss
 from fedweave.federation.letters import Letter
-from fedweave.federation.parcel import Courier
+from fedweave.federation.parcel import Courier, expert_name
 from fedweave.federation.site.sources import Source
 from fedweave.federation.wire import (
     parcel_letter,
@@ -34,6 +35,7 @@ from fedweave.federation.wire import (
     read_router,
     read_state,
     router_letter,
+    to_arrays,
     to_tensors,
 )
 from fedweave.methods import build_method
@@ -74,8 +76,8 @@ class Site:
         self.source, self.models, self.console = source, models, console
         self._seat: tuple[tuple, Seat] | None = None
         self._steps: dict[str, Callable[[Letter], Letter]] = {
-            "hello": self.hello, "discover": self.discover, "warm": self.warm, "train": self.train,
-            "evaluate": self.evaluate,
+            "hello": self.hello, "discover": self.discover, "start": self.start, "warm": self.warm,
+            "train": self.train, "evaluate": self.evaluate,
         }  # fmt: skip
 
     def answer(self, letter: Letter) -> Letter:
@@ -91,6 +93,11 @@ class Site:
         except Exception as error:
             self.console.warn(traceback.format_exc())
             return Letter(facts={"error": f"{type(error).__name__}: {first_line(error)}"})
+
+    def rest(self) -> None:
+        """Take the experts off a backbone that others use too."""
+        if self._seat is not None:
+            self._seat[1].bench.detach()
 
     # ---------------------------------------------------------------------------------- the questions
 
@@ -112,6 +119,18 @@ class Site:
         (told,) = seat.method.discover(seat.bench, [seat.client])
         seat.buckets = seat.client.buckets
         return prototypes_letter(told)
+
+    def start(self, letter: Letter) -> Letter:
+        """The warmup adapters, averaged over the buckets that share an expert: no single one leaves."""
+        seat = self.aligned(letter)
+        if seat.bench.spool is None:  # the site was away in between
+            list(seat.method.discover(seat.bench, [seat.client]))
+            seat = self.aligned(letter)
+        means: dict[int, ClientAverage] = {}
+        for m, adapter, buckets in seat.bench.starts(seat.method):
+            means.setdefault(m, ClientAverage(len(adapter), adapter.device)).add(adapter, buckets)
+        arrays = to_arrays({expert_name(m): mean.step() for m, mean in means.items()})
+        return Letter(arrays, {"experts": list(means), "buckets": [int(mean.weight) for mean in means.values()]})
 
     def warm(self, letter: Letter) -> Letter:
         seat = self.aligned(letter)
@@ -147,8 +166,7 @@ class Site:
         config = read_config(letter)
         key = (config, letter.facts["index"], letter.facts["federation"])
         if self._seat is None or self._seat[0] != key:
-            if self._seat is not None:
-                self._seat[1].bench.detach()
+            self.rest()
             self._seat = (key, self._take_seat(config, *key[1:]))
         return self._seat[1]
 

@@ -58,10 +58,10 @@ class OwnFiles:
 class Share:
     """Client ``index`` of a simulation; the validation examples are dealt out, so that their mean is the same."""
 
-    state = None
+    state: Path | None = None
 
     def __init__(self, config: Config, index: int):
-        self.data = load_data(config)
+        self.config, self.data = config, load_data(config)
         self.index, self.name = index, list(self.data.clients)[index]
 
     def backbone(self, config: BackboneConfig) -> BackboneConfig:
