@@ -22,7 +22,8 @@ from fedweave.methods import build_method
 
 def carried(message: Message) -> Message:
     """What arrives at the other end of a wire."""
-    return message_from_proto(type(message_to_proto(message)).FromString(message_to_proto(message).SerializeToString()))
+    proto = message_to_proto(message)
+    return message_from_proto(type(proto).FromString(proto.SerializeToString()))
 
 
 class LoopbackGrid(Grid):

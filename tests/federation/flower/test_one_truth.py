@@ -33,7 +33,7 @@ def test_what_clients_keep_is_the_same_and_stays_at_the_sites(method, config, ba
     config = changed(config, method, participation=2)  # somebody sits every round out
     _, expected = run(config, make_engine(config, backbone))
     federation = Federation(config, models)
-    start, final, _ = federation.run()
+    _, final, _ = federation.run()
     assert final.private is None
     is_b = final.layout.is_b
     for site, private in zip(federation.sites, expected.private, strict=True):
