@@ -50,9 +50,11 @@ def _execute(run: RunFolder, config: Config, runtime: Runtime, console: Console)
     from flwr.supercore.run import RunNotRunningException
 
     from fedweave.federation.flower.launch import submit
+    from fedweave.federation.flower.switches import hush
     from fedweave.federation.flower.tasks import server_task
     from fedweave.runs.federated import federate_over, load_test
 
+    hush()
     tester = load_test(config, console)
     federation = json.loads((run.path / "manifest.json").read_text(encoding="utf-8"))["federation"]
     console.say(f"run folder: {run.path}")

@@ -11,6 +11,7 @@ from fedweave.config import BackboneConfig
 from fedweave.console import Console
 from fedweave.federation.flower.launch import SuperNode
 from fedweave.federation.flower.records import from_records, to_records
+from fedweave.federation.flower.switches import hush
 from fedweave.federation.flower.tasks import answer_messages
 from fedweave.federation.site.answers import Models, Site
 from fedweave.federation.site.settings import SiteConfig
@@ -20,6 +21,7 @@ from fedweave.federation.site.sources import OwnFiles
 def work(site: SiteConfig, console: Console, own_supernode: bool) -> None:
     """Answer until the process is stopped. With ``own_supernode`` the SuperNode is a child, and is started again
     whenever it ends; without, somebody else runs one with the same port and secret."""
+    hush()
     source = OwnFiles(site)
     node = SuperNode(site, console)
     models = Models()
