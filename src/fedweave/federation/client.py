@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import torch
 
+from fedweave.federation.compression import Residuals
 from fedweave.training.batch import ClientData
 
 
@@ -19,6 +20,7 @@ class Client:
     buckets: list[np.ndarray] = field(default_factory=list)
     assignment: list[int] = field(default_factory=list)
     note: str = ""
+    residuals: Residuals = field(default_factory=Residuals)  # what rounding took from its updates so far
 
     @property
     def name(self) -> str:

@@ -94,8 +94,8 @@ class InProcessEngine:
         memory does not grow with their number."""
         for start in range(0, len(participants), _CLIENTS_AT_ONCE):
             group = participants[start : start + _CLIENTS_AT_ONCE]
-            for update in method.local_updates(self, state, group, t):
-                yield courier.seal(update, t, self.backbone.identity)
+            for client, update in zip(group, method.local_updates(self, state, group, t), strict=True):
+                yield courier.seal(update, t, self.backbone.identity, client.residuals)
 
     def _trainer_for(self, layout: AdapterLayout, router: RouterLayout | None) -> LockstepTrainer:
         """The trainer of this layout, kept over rounds together with what it has recorded."""

@@ -16,7 +16,6 @@ from fedweave.experts.dropout import stream_key
 from fedweave.federation.client import Client
 from fedweave.federation.engine import InProcessEngine
 from fedweave.federation.intake import Intake, RoundReport
-from fedweave.federation.parcel import Courier
 from fedweave.methods.base import Method, ServerState
 
 
@@ -41,7 +40,7 @@ def one_round(
     """Lines 9 to 14. A round in which too few answers can be used is repeated from the same state."""
     settings = method.config.federation
     needed = min(settings.min_answers, len(participants))
-    courier = Courier(state.layout, state.router, method.shared(state.layout), state.theta.device)
+    courier = method.courier(state)
     for attempt in range(1 + settings.repeats):
         report = RoundReport(t, participants)
         intake = Intake(method.config, courier, engine.backbone.identity, state, report)

@@ -19,6 +19,7 @@ from fedweave.config import Config
 from fedweave.experts.layout import AdapterLayout
 from fedweave.federation.client import Client, Update
 from fedweave.federation.engine import InProcessEngine
+from fedweave.federation.parcel import Courier
 from fedweave.router.mlp import RouterLayout
 from fedweave.training.batch import Lane
 from fedweave.training.lockstep import LaneResult
@@ -91,6 +92,11 @@ class Method(ABC):
     def shared(self, layout: AdapterLayout) -> torch.Tensor | None:
         """The columns of θ that travel, [P] bool; None: all of them."""
         return None
+
+    def courier(self, state: ServerState) -> Courier:
+        """Packs what :meth:`update` names, on either side."""
+        shared, dtype = self.shared(state.layout), self.config.federation.update_dtype
+        return Courier(state.layout, state.router, shared, dtype, state.theta.device)
 
     def local_updates(
         self, engine: InProcessEngine, state: ServerState, participants: list[Client], t: int

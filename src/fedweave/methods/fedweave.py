@@ -35,6 +35,7 @@ class FedWeave(Method):
         theta = self.start_experts(layout, report["prototype_labels"], adapters)
         router = self.router_layout(engine, layout.experts)
         phi = self.start_router(engine, router, router.initial(self.config.seed + 1).to(engine.device))
+        report["preparation_bytes"] = self.preparation_bytes(engine, layout, router)
         return ServerState(layout, router, theta.to(engine.device), phi[None], report=report)
 
     def find_buckets(self, engine: InProcessEngine) -> dict[str, Any]:
@@ -102,10 +103,15 @@ class FedWeave(Method):
     def router_layout(self, engine: InProcessEngine, experts: int) -> RouterLayout:
         return RouterLayout(engine.backbone.width, self.config.router.hidden, experts, self.config.router.features)
 
+    def warm_start_rounds(self, experts: int) -> int:
+        """How often the router travels before round 1."""
+        settings = self.config.router.warm_start
+        return settings.rounds if settings.enabled and experts > 1 else 0
+
     def start_router(self, engine: InProcessEngine, router: RouterLayout, phi: torch.Tensor) -> torch.Tensor:
         """φ⁰ [Q]: random, or warmed up on the labels a(i,c)."""
         settings = self.config.router.warm_start
-        if not settings.enabled or router.experts == 1:
+        if not self.warm_start_rounds(router.experts):
             return phi
         pairs = [
             (client.data.features.to(engine.device), client.example_experts().to(engine.device))
@@ -115,3 +121,20 @@ class FedWeave(Method):
         phi = warm_start(router, phi, pairs, settings, self.config.seed, progress.advance)
         progress.close()
         return phi
+
+    def preparation_bytes(
+        self, engine: InProcessEngine, layout: AdapterLayout, router: RouterLayout
+    ) -> dict[str, dict[str, int]]:
+        """What each client sends and receives before round 1: a signature per bucket, its warmup adapters summed
+        for every expert that it serves, and the router of the warm start back and forth."""
+        signer = self.signatures(engine)
+        warm = 4 * router.size * self.warm_start_rounds(layout.experts)
+        signature = sum(signer.widths) * signer.dtype.itemsize
+        adapter = 4 * signer.layout.size
+        return {
+            client.name: {
+                "up": signature * len(client.buckets) + adapter * len(set(client.assignment)) + warm,
+                "down": warm,
+            }
+            for client in engine.clients
+        }

@@ -123,6 +123,8 @@ class RunFolder:
         tensors = state.tensors()
         if progress.best_round != progress.completed:
             tensors |= {f"best_{name}": tensor for name, tensor in best.tensors().items()}
+        for client in workspace.engine.clients:
+            tensors |= {f"{_residual(client)}{part}": owed for part, owed in client.residuals.after.items()}
         meta = {
             "completed": progress.completed,
             "best_round": progress.best_round,
@@ -163,6 +165,10 @@ class RunFolder:
         for client, record in zip(workspace.engine.clients, meta["clients"], strict=True):
             client.buckets = [np.array(b, dtype=int) for b in record["buckets"]]
             client.assignment, client.note = record["assignment"], record["note"]
+            prefix = _residual(client)
+            client.residuals.restore(
+                {name.removeprefix(prefix): t for name, t in snapshot.tensors.items() if name.startswith(prefix)}
+            )
         state = snapshot.state(workspace.engine.layers, workspace.backbone.device)
         best = snapshot.best(workspace.engine.layers, workspace.backbone.device)
         if meta["best_round"] == meta["completed"]:
@@ -219,6 +225,10 @@ def config_hash(config: Config) -> str:
             node = node[name]
         node.pop(last)
     return hashlib.sha256(json.dumps(tree, sort_keys=True).encode()).hexdigest()[:32]
+
+
+def _residual(client: Client) -> str:
+    return f"residual.{client.index}."
 
 
 def _client_record(client: Client) -> dict[str, Any]:

@@ -80,6 +80,8 @@ def _execute(run: RunFolder, prepared: Prepared, console: Console) -> dict[str, 
             participants=[c.name for c in report.participants],
             refused=[{"client": name, "reason": reason} for name, reason in report.refused],
             clipped=report.clipped,
+            bytes_up=report.bytes_up,
+            bytes_down=report.bytes_down,
         )
         rounds, every = workspace.config.training.rounds, workspace.config.evaluation.every
         note = f"train loss {report.train_loss:.3f}"
