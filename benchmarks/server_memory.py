@@ -18,7 +18,6 @@ import sys
 import tempfile
 import time
 from pathlib import Path
-from types import SimpleNamespace
 
 ROUNDS, EXAMPLES = 2, 4000  # examples over all clients of the simulation
 
@@ -51,7 +50,13 @@ def server(clients: int) -> dict:
         def __init__(self) -> None:
             self.clients = [Member(i) for i in range(clients)]
             self.console = Console(quiet=True)
-            self.backbone = SimpleNamespace(identity=identity)
+            self.identity = identity
+
+        def present(self, method, state):
+            return self.clients
+
+        def broadcast_bytes(self, state, courier) -> int:
+            return courier.broadcast_bytes
 
         def answers(self, method, state, participants, t, courier: Courier):
             for client in participants:

@@ -79,8 +79,9 @@ def quality(data: Path, overrides: list[str]) -> dict:
     config = load_config("benchmark", [f"data.path={data}", *SMALL, *overrides])
     workspace = prepare(config, Console()).build(Console())
     engine, method = workspace.engine, FedWeave(config)
-    method.find_buckets(engine)
-    _, adapters = method.warm_up(engine)
+    list(method.discover(engine, engine.clients))
+    adapters = engine.spool
+    assert adapters is not None
     rows: dict[str, dict] = {}
     exact = reference = None
     for k in (0, *SIZES):

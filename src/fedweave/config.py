@@ -49,10 +49,10 @@ class BackboneConfig:
 class DataConfig:
     """Where examples come from and how they reach the clients."""
 
-    source: Literal["sample", "paper", "jsonl"] = setting(
+    source: Literal["sample", "paper", "jsonl", "sites"] = setting(
         "sample",
         "sample: four built-in patterns; paper: CoEdIT, GSM8K, TweetEval and ARC-C; "
-        "jsonl: your own folder with one file per client.",
+        "jsonl: your own folder with one file per client; sites: every site of a deployment has its own.",
     )
     path: str | None = setting(
         None, "jsonl: the folder. paper: a local folder with the four tasks (hub when empty)."
@@ -181,6 +181,20 @@ class FederationConfig:
         "reject", "What happens to a longer one: refused, or scaled down to the limit."
     )
     max_samples: int = setting(10_000_000, "Most examples that a client can have.", low=1)
+    sites: int = setting(0, "Deployment: how many sites must be there before alignment; later ones join.", low=0)
+    deadline: float = setting(3600.0, "Seconds that a site has for an answer; a later one does not count.", low=1.0)
+    patience: float = setting(
+        3600.0, "Seconds that the server waits for enough sites before it stops; the run can be resumed.", low=0.0
+    )
+    join_distance: float | Literal["auto"] = setting(
+        "auto",
+        "A late site's bucket joins its nearest expert up to this signature distance and is kept apart beyond it; "
+        "auto lies halfway between the experts' own buckets and the nearest other expert.",
+        low=0.0,
+    )
+    test: str | None = setting(
+        None, "Deployment: a JSONL file on the server to test on; without it the server needs no model."
+    )
 
 
 @dataclass(frozen=True)
@@ -213,6 +227,9 @@ class Config:
     method: str = setting("fedweave", "Federated method; `fedweave list methods` names them.")
     seed: int = setting(42, "Seed of data, partition, initialisation and training.", low=0)
     output: str | None = setting(None, "Run folder; runs/RECIPE when empty.")
+    engine: Literal["in-process", "flower"] = setting(
+        "in-process", "Where clients run: in this process, or as Flower nodes, simulated with Ray."
+    )
     backbone: BackboneConfig = field(default_factory=BackboneConfig)
     data: DataConfig = field(default_factory=DataConfig)
     experts: ExpertsConfig = field(default_factory=ExpertsConfig)
@@ -274,8 +291,8 @@ def _check_together(config: Config) -> None:
     data, training = config.data, config.training
     if data.source == "jsonl" and not data.path:
         raise UserError("data.source=jsonl needs data.path: a folder with one JSONL file per client.")
-    if data.source == "sample" and data.path:
-        raise UserError("data.path is not used by data.source=sample; set data.source=jsonl or paper.")
+    if data.source in ("sample", "sites") and data.path:
+        raise UserError(f"data.path is not used by data.source={data.source}; set data.source=jsonl or paper.")
     for key, value in (
         ("training.clients_per_step", training.clients_per_step),
         ("evaluation.batch_size", config.evaluation.batch_size),

@@ -4,7 +4,6 @@ import dataclasses
 import io
 import json
 import weakref
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -145,17 +144,17 @@ def test_a_broken_answer_is_refused_and_the_run_equals_one_without_it(kind, conf
 
 @pytest.mark.parametrize(
     ("dtype", "name", "value"),
-    [("bfloat16", "router", 0x7FC0), ("int8", "router.scale", float("nan")), ("int8", "router.scale", 1e30)],
+    [("bfloat16", "router", float("nan")), ("int8", "router.scale", float("nan")), ("int8", "router.scale", 1e30)],
 )
 def test_numbers_hidden_in_a_smaller_dtype_are_checked_too(dtype, name, value, config, finish):
-    """A NaN in bfloat16's bits, a NaN as scale, a scale that makes a wild update of small integers."""
+    """A NaN in bfloat16, a NaN as scale, a scale that makes a wild update of small integers."""
     config = changed(config, update_dtype=dtype)
     tamper = lambda p: [with_arrays(p, lambda a: a | {name: torch.full_like(a[name], value)})]  # noqa: E731
     final, reports, _ = finish(config, tamper)
     assert all(len(r.refused) == 1 and "router" in r.refused[0][1] for r in reports)
     assert torch.isfinite(final.phi).all()
     _, reports, _ = finish(config, lambda p: [with_arrays(p, lambda a: {k: v.float() for k, v in a.items()})])
-    assert all("is float32, not int" in r.refused[0][1] for r in reports)
+    assert all("is float32, not " in r.refused[0][1] for r in reports)
 
 
 def test_an_answer_that_comes_twice_counts_once(config, finish):
@@ -251,18 +250,18 @@ def test_the_server_never_holds_more_than_two_answers(config, prepared, backbone
     alive: list[weakref.ref] = []
     most = 0
 
-    def answers(method, state, participants, t, courier):
-        nonlocal most
-        for client in participants:
-            parcel = REPLACE(sealed, client=client.index, arrays={k: v.clone() for k, v in sealed.arrays.items()})
-            alive.append(weakref.ref(parcel))
-            most = max(most, sum(ref() is not None for ref in alive))
-            yield parcel
+    class Crowd(InProcessEngine):
+        def answers(self, method, state, participants, t, courier):
+            nonlocal most
+            for client in participants:
+                copies = {name: array.clone() for name, array in sealed.arrays.items()}
+                parcel = REPLACE(sealed, client=client.index, arrays=copies)
+                alive.append(weakref.ref(parcel))
+                most = max(most, sum(ref() is not None for ref in alive))
+                yield parcel
 
-    data = engine.clients[0].data
-    crowd = SimpleNamespace(
-        clients=[Client(i, data) for i in range(50)], console=engine.console, backbone=backbone, answers=answers
-    )
+    clients = [Client(i, engine.clients[0].data) for i in range(50)]
+    crowd = Crowd(backbone, clients, config, engine.console)
     _, report = one_round(method, crowd, state, crowd.clients, 0)
     engine.detach()
     assert len(report.accepted) == len(alive) == 50 and most <= 2

@@ -19,8 +19,8 @@ Spec = tuple[tuple[int, ...], torch.dtype]
 
 def encoded_specs(name: str, size: int, dtype: str) -> dict[str, Spec]:
     """Shapes and dtypes of the arrays that carry ``size`` numbers."""
-    if dtype == "bfloat16":  # as its bits, because numpy and Flower know no bfloat16
-        return {name: ((size,), torch.int16)}
+    if dtype == "bfloat16":
+        return {name: ((size,), torch.bfloat16)}
     if dtype == "int8":
         return {name: ((size,), torch.int8), name + _SCALE: ((-(-size // GROUP),), torch.float32)}
     return {name: ((size,), torch.float32)}
@@ -30,7 +30,7 @@ def encode(name: str, values: torch.Tensor, dtype: str) -> dict[str, torch.Tenso
     """values [n] as the arrays that travel."""
     values = values.float()
     if dtype == "bfloat16":
-        return {name: values.to(torch.bfloat16).view(torch.int16)}
+        return {name: values.to(torch.bfloat16)}
     if dtype == "int8":
         rows = _rows(values)  # [groups, GROUP]
         scale = rows.abs().amax(1) / 127  # [groups]
@@ -42,11 +42,9 @@ def encode(name: str, values: torch.Tensor, dtype: str) -> dict[str, torch.Tenso
 def decode(name: str, arrays: Mapping[str, torch.Tensor], dtype: str) -> torch.Tensor:
     """The inverse, up to rounding: [n] float32."""
     values = arrays[name]
-    if dtype == "bfloat16":
-        return values.view(torch.bfloat16).float()
     if dtype == "int8":
         return (_rows(values.float()) * arrays[name + _SCALE][:, None]).flatten()[: len(values)]
-    return values
+    return values.float()
 
 
 def _rows(values: torch.Tensor) -> torch.Tensor:
@@ -83,3 +81,14 @@ class Residuals:
     def restore(self, parts: Mapping[str, torch.Tensor]) -> None:
         """Back to the end of a checkpoint's round."""
         self.round, self.before, self.after = -1, {}, dict(parts)
+
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """What a site writes down after round :attr:`round`, which may yet be repeated."""
+        return {f"before.{k}": v for k, v in self.before.items()} | {f"after.{k}": v for k, v in self.after.items()}
+
+    def load(self, tensors: Mapping[str, torch.Tensor], t: int) -> None:
+        self.round = t
+        self.before, self.after = (
+            {name.removeprefix(when): x for name, x in tensors.items() if name.startswith(when)}
+            for when in ("before.", "after.")
+        )

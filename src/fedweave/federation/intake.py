@@ -7,7 +7,7 @@ one sentence with the client's name and the reason.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from fedweave.config import Config
-from fedweave.federation.client import Client, Update
+from fedweave.federation.client import Member, Update
 from fedweave.federation.compression import Spec
 from fedweave.federation.parcel import ROUTER, Courier, Parcel
 
@@ -37,7 +37,7 @@ class RoundReport:
     """What a finished round leaves behind: figures, not vectors, so that memory does not grow with the clients."""
 
     t: int
-    participants: list[Client]
+    participants: Sequence[Member]
     losses: list[float] = field(default_factory=list)  # mean step loss of each accepted answer
     tokens: int = 0
     accepted: set[int] = field(default_factory=set)  # client indices
@@ -76,7 +76,6 @@ class Intake:
     ) -> Iterator[Update]:
         """The usable ones among ``parcels``, one by one and in their order."""
         report = self.report
-        report.bytes_down = self.courier.broadcast_bytes
         for parcel in parcels:
             name = self.asked[parcel.client].name if parcel.client in self.asked else f"client {parcel.client}"
             report.bytes_up[name] = report.bytes_up.get(name, 0) + parcel.bytes

@@ -5,45 +5,48 @@ Lines 1 to 6 (discovery, alignment, initialisation) are a method's ``prepare``; 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from typing import TypeVar
 
 import numpy as np
 
 from fedweave.config import Config
 from fedweave.errors import UserError
 from fedweave.experts.dropout import stream_key
-from fedweave.federation.client import Client
-from fedweave.federation.engine import InProcessEngine
+from fedweave.federation.client import Member
+from fedweave.federation.engine import Engine
 from fedweave.federation.intake import Intake, RoundReport
 from fedweave.methods.base import Method, ServerState
+
+M = TypeVar("M", bound=Member)
 
 
 def federate(
     method: Method,
-    engine: InProcessEngine,
+    engine: Engine,
     state: ServerState,
     rounds: range,
     after_round: Callable[[ServerState, RoundReport], None],
 ) -> ServerState:
     """Lines 7 to 15. ``after_round`` validates and saves; a run that resumes starts at a later round."""
     for t in rounds:
-        participants = sample_clients(engine.clients, method.config, t)  # line 8: S_t
+        participants = sample_clients(engine.present(method, state), method.config, t)  # line 8: S_t
         state, report = one_round(method, engine, state, participants, t)
         after_round(state, report)
     return state
 
 
 def one_round(
-    method: Method, engine: InProcessEngine, state: ServerState, participants: list[Client], t: int
+    method: Method, engine: Engine, state: ServerState, participants: Sequence[Member], t: int
 ) -> tuple[ServerState, RoundReport]:
     """Lines 9 to 14. A round in which too few answers can be used is repeated from the same state."""
     settings = method.config.federation
     needed = min(settings.min_answers, len(participants))
     courier = method.courier(state)
     for attempt in range(1 + settings.repeats):
-        report = RoundReport(t, participants)
-        intake = Intake(method.config, courier, engine.backbone.identity, state, report)
+        report = RoundReport(t, participants, bytes_down=engine.broadcast_bytes(state, courier))
+        intake = Intake(method.config, courier, engine.identity, state, report)
         answers = engine.answers(method, state, participants, t, courier)  # lines 9-13
         moved = method.aggregate(state, intake.updates(answers, engine.console.warn))  # line 14
         if len(report.accepted) >= needed:
@@ -58,7 +61,7 @@ def one_round(
     )
 
 
-def sample_clients(clients: list[Client], config: Config, t: int) -> list[Client]:
+def sample_clients(clients: Sequence[M], config: Config, t: int) -> list[M]:
     """S_t: all clients, or a fraction or a count of them, drawn anew each round."""
     asked = config.training.participation
     count = round(asked * len(clients)) if asked <= 1 else int(asked)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
@@ -48,25 +48,95 @@ def resume(path: Path, overrides: list[str], console: Console, kept: Kept | None
     return _execute(run, prepared, console)
 
 
+class Ground(Protocol):
+    """What a run stands on: an engine, and what can be measured beside it."""
+
+    config: Config
+    backbone: Any  # a Backbone, or as much of one as the server knows: name, fingerprint, device
+
+    @property
+    def engine(self) -> Any: ...
+
+    def validate(self, state: ServerState, completed: int) -> dict[str, Any]:
+        """Validation ``loss`` and what else the log keeps."""
+
+    def audit(self) -> dict[str, Any] | None:
+        """How buckets and experts match true labels, where somebody has them."""
+
+    def summarise(self, run: RunFolder, progress: Progress, console: Console) -> dict[str, Any]:
+        """Everything that summary.json holds, but for the timing."""
+
+    def close(self) -> None: ...
+
+
+class Bench:
+    """The ground of a run whose clients are all in this process."""
+
+    def __init__(self, workspace: Workspace):
+        self.workspace, self.config, self.engine = workspace, workspace.config, workspace.engine
+        self.backbone = workspace.backbone
+
+    def validate(self, state: ServerState, completed: int) -> dict[str, Any]:
+        """The plain mean over examples: choosing a round uses no label. Labels only sort the log."""
+        held = self.workspace.validation
+        losses = torch.zeros(len(held.encoded))
+        models = served_models(self.workspace, state)
+        for model in models:
+            weights = model.weights(held.features)
+            gates = sparsify(weights, build_method(self.config).selection)
+            losses += example_losses(self.backbone, held.encoded, model.mixture, model.theta, gates) / len(models)
+        entropy = -(weights.clamp(min=1e-12).log() * weights).sum(1).mean().item()
+        return {
+            "loss": losses.mean().item(),
+            "tasks": per_task(losses, held.labels),
+            "router_entropy": entropy,
+        }
+
+    def audit(self) -> dict[str, Any] | None:
+        if len(self.workspace.tasks) < 2:
+            return None
+        clients = self.engine.clients
+        return alignment_audit(
+            [c.buckets for c in clients], [c.assignment for c in clients], self.workspace.client_labels
+        )
+
+    def summarise(self, run: RunFolder, progress: Progress, console: Console) -> dict[str, Any]:
+        return summarise(run, self, self.workspace, progress, console)
+
+    def close(self) -> None:
+        self.engine.detach()
+        if weights_hash(self.backbone.model) != self.backbone.weights_hash:
+            raise RuntimeError("the backbone changed during the run, which must never happen")
+
+
 def _execute(run: RunFolder, prepared: Prepared, console: Console) -> dict[str, Any]:
-    started = time.monotonic()
     console.spent.clear()
+    if prepared.config.engine == "flower":
+        from fedweave.runs.simulated import simulate
+
+        return simulate(run, prepared, console)
+    started = time.monotonic()
     workspace = prepared.build(console)
-    method = build_method(workspace.config)
-    if method.uses_labels:
+    if build_method(workspace.config).uses_labels:
         console.warn(f"{workspace.config.method} is told every task label: an upper bound, not a method.")
         workspace.reveal_labels()
-    progress = run.load(workspace, console)
+    return carry_out(run, Bench(workspace), console, started)
+
+
+def carry_out(run: RunFolder, ground: Ground, console: Console, started: float) -> dict[str, Any]:
+    """All phases of a run, from wherever its folder says it stands."""
+    method = build_method(ground.config)
+    progress = run.load(ground, console)
     earlier = progress.seconds if progress else 0.0
     if progress is None:
-        state = method.prepare(workspace.engine)
-        loss = _validate(workspace, state, run, 0)
+        state = method.prepare(ground.engine)
+        loss = _validate(ground, state, run, 0)
         progress = Progress(state, 0, state, 0, loss, time.monotonic() - started)
-        _record_discovery(run, workspace, state, console)
-        run.save(workspace, progress)
+        _record_discovery(run, ground, state, console)
+        run.save(ground, progress)
     else:
         console.say(f"resuming after round {progress.completed}")
-    bar = console.progress("rounds", workspace.config.training.rounds, "rounds")
+    bar = console.progress("rounds", ground.config.training.rounds, "rounds")
     bar.advance(progress.completed)
 
     def after_round(state: ServerState, report: RoundReport) -> None:
@@ -83,26 +153,24 @@ def _execute(run: RunFolder, prepared: Prepared, console: Console) -> dict[str, 
             bytes_up=report.bytes_up,
             bytes_down=report.bytes_down,
         )
-        rounds, every = workspace.config.training.rounds, workspace.config.evaluation.every
+        rounds, every = ground.config.training.rounds, ground.config.evaluation.every
         note = f"train loss {report.train_loss:.3f}"
         progress.state, progress.completed = state, completed
         if completed % every == 0 or completed == rounds:
-            loss = _validate(workspace, state, run, completed)
+            loss = _validate(ground, state, run, completed)
             note += f", validation {loss:.3f}"
             if loss < progress.best_loss:
                 progress.best, progress.best_round, progress.best_loss = state, completed, loss
         progress.seconds = earlier + time.monotonic() - started
-        run.save(workspace, progress)
+        run.save(ground, progress)
         bar.advance(1, note)
 
-    remaining = range(progress.completed, workspace.config.training.rounds)
-    federate(method, workspace.engine, progress.state, remaining, after_round)
+    remaining = range(progress.completed, ground.config.training.rounds)
+    federate(method, ground.engine, progress.state, remaining, after_round)
     bar.close()
     training_seconds = progress.seconds
-    summary = summarise(run, workspace, progress, console)
-    workspace.engine.detach()
-    if weights_hash(workspace.backbone.model) != workspace.backbone.weights_hash:
-        raise RuntimeError("the backbone changed during the run, which must never happen")
+    summary = ground.summarise(run, progress, console)
+    ground.close()
     summary["timing"] = {
         "until_last_round_s": round(training_seconds, 2),
         "total_s": round(earlier + time.monotonic() - started, 2),
@@ -113,51 +181,35 @@ def _execute(run: RunFolder, prepared: Prepared, console: Console) -> dict[str, 
     return summary
 
 
-def _validate(workspace: Workspace, state: ServerState, run: RunFolder, completed: int) -> float:
-    """Validation loss, the plain mean over examples: choosing a round uses no label. Labels only sort the log."""
-    held = workspace.validation
-    losses = torch.zeros(len(held.encoded))
-    models = served_models(workspace, state)
-    for model in models:
-        weights = model.weights(held.features)
-        gates = sparsify(weights, build_method(workspace.config).selection)
-        part = example_losses(workspace.backbone, held.encoded, model.mixture, model.theta, gates)
-        losses += part / len(models)
-    entropy = -(weights.clamp(min=1e-12).log() * weights).sum(1).mean().item()
-    run.log(
-        "validation",
-        round=completed,
-        loss=losses.mean().item(),
-        tasks=per_task(losses, held.labels),
-        router_entropy=entropy,
-    )
-    return losses.mean().item()
+def _validate(ground: Ground, state: ServerState, run: RunFolder, completed: int) -> float:
+    """The validation loss, which is logged."""
+    measured = ground.validate(state, completed)
+    run.log("validation", round=completed, **measured)
+    return measured["loss"]
 
 
-def _record_discovery(run: RunFolder, workspace: Workspace, state: ServerState, console: Console) -> None:
+def _record_discovery(run: RunFolder, ground: Ground, state: ServerState, console: Console) -> None:
     """discovery.json, and in a few words what came out."""
-    clients = workspace.engine.clients
+    clients = ground.engine.clients
     record: dict[str, Any] = {
         **state.report,
         "clients": {
             c.name: {
                 "examples": len(c),
-                "buckets": [len(b) for b in c.buckets],
+                "buckets": c.sizes,
                 "experts": c.assignment,
                 "note": c.note,
             }
             for c in clients
         },
     }
-    if len(workspace.tasks) > 1:
-        record["audit"] = alignment_audit(
-            [c.buckets for c in clients], [c.assignment for c in clients], workspace.client_labels
-        )
+    if (audit := ground.audit()) is not None:
+        record["audit"] = audit
     run.write_json("discovery.json", record)
     for client in clients:
         if client.note:
             console.warn(f"client {client.name!r}: {client.note}; it has one bucket.")
     if state.report.get("alignment_note"):
         console.warn(str(state.report["alignment_note"]))
-    buckets = sum(len(c.buckets) for c in clients)
+    buckets = sum(len(c.sizes) for c in clients)
     console.say(f"discovery: {len(clients)} clients, {buckets} buckets, {state.layout.experts} experts")
