@@ -34,6 +34,7 @@ SIZES = (8, 16, 32, 64, 128)
 SMALL = [
     "data.source=paper", "data.clients=6", "data.train=60", "data.validation=1", "data.test=1", "data.alpha=0.3",
     "discovery.warmup_steps=5", "discovery.warmup_batch=4", "experts.rank=8", "backbone.max_length=256",
+    "data.long_answers=skip",
 ]  # fmt: skip
 
 

@@ -9,8 +9,11 @@ from fedweave.cli import main
 from fedweave.config import from_tree
 from fedweave.federation.checkpoint import load_checkpoint
 from fedweave.federation.compression import GROUP, Residuals, decode, encode, encoded_specs
+from fedweave.federation.intake import Intake, RoundReport
+from fedweave.federation.letters import Letter
 from fedweave.federation.parcel import array_bytes
 from fedweave.federation.rounds import federate
+from fedweave.federation.wire import parcel_letter, read_parcel
 from fedweave.methods import build_method
 from fedweave.settings import to_tree
 from tests.methods.conftest import make_engine, with_method
@@ -125,3 +128,33 @@ def test_a_resumed_run_remembers_its_residuals_and_counts_bytes(tmp_path, small)
     assert figures[0]["rounds_up"] == sum(sum(event["bytes_up"].values()) for event in rounds) > 0
     discovery = json.loads((whole / "discovery.json").read_text())
     assert figures[0]["before_up"] == sum(c["up"] for c in discovery["preparation_bytes"].values()) > 0
+
+
+@pytest.mark.parametrize("dtype", ["float32", *SMALLER])
+def test_a_parcel_survives_the_wire(config, backbone, dtype):
+    """As a letter's bytes and back: the same arrays, and the intake still takes it."""
+    tree = to_tree(config)
+    tree["federation"]["update_dtype"] = dtype
+    config = from_tree(tree)
+    engine, method = make_engine(config, backbone), build_method(config)
+    state = method.prepare(engine)
+    courier, report = method.courier(state), RoundReport(0, engine.clients)
+    sent = list(engine.answers(method, state, engine.clients, 0, courier))
+    engine.detach()
+    came = [read_parcel(Letter.from_bytes(parcel_letter(p).to_bytes()), p.client) for p in sent]
+    for parcel, copy in zip(sent, came, strict=True):
+        assert parcel.arrays.keys() == copy.arrays.keys() and parcel.bytes == copy.bytes
+        assert all(torch.equal(parcel.arrays[name], copy.arrays[name]) for name in parcel.arrays)
+    accepted = list(Intake(config, courier, backbone.identity, state, report).updates(came))
+    assert len(accepted) == len(engine.clients) and not report.refused
+
+
+def test_a_site_that_restarts_knows_what_it_owes():
+    memory, part = Residuals(), {"x": torch.randn(300, generator=torch.Generator().manual_seed(1))}
+    for t in range(3):
+        memory.encode(t, part, "int8")
+    again = Residuals()
+    again.load({name: tensor.clone() for name, tensor in memory.tensors().items()}, memory.round)
+    for t in (2, 3):  # the last round once more, or the next
+        ours, theirs = memory.encode(t, part, "int8"), again.encode(t, part, "int8")
+        assert all(torch.equal(ours[name], theirs[name]) for name in ours)
