@@ -157,8 +157,13 @@ class TrainingConfig:
 
 @dataclass(frozen=True)
 class FederationConfig:
-    """Between client and server: what the server accepts, and when a round counts."""
+    """Between client and server: how updates travel, what the server accepts, when a round counts."""
 
+    update_dtype: Literal["float32", "bfloat16", "int8"] = setting(
+        "float32",
+        "How a client's update travels; bfloat16 halves the bytes and int8 quarters them, and what rounding takes "
+        "from one update is added to the client's next.",
+    )
     min_answers: int = setting(
         1, "Accepted answers that a round needs; with fewer it is repeated, then the run stops.", low=1
     )

@@ -3,6 +3,7 @@
 import dataclasses
 import io
 import json
+import weakref
 
 import pytest
 import torch
@@ -11,8 +12,9 @@ from fedweave.cli import main
 from fedweave.config import from_tree
 from fedweave.console import Console
 from fedweave.errors import UserError
+from fedweave.federation.client import Client
 from fedweave.federation.engine import InProcessEngine
-from fedweave.federation.rounds import federate
+from fedweave.federation.rounds import federate, one_round
 from fedweave.methods import build_method
 from fedweave.settings import to_tree
 from tests.methods.conftest import make_engine, with_method
@@ -140,6 +142,21 @@ def test_a_broken_answer_is_refused_and_the_run_equals_one_without_it(kind, conf
         assert lines[0].startswith("warning: client_1's answer to round 1")
 
 
+@pytest.mark.parametrize(
+    ("dtype", "name", "value"),
+    [("bfloat16", "router", float("nan")), ("int8", "router.scale", float("nan")), ("int8", "router.scale", 1e30)],
+)
+def test_numbers_hidden_in_a_smaller_dtype_are_checked_too(dtype, name, value, config, finish):
+    """A NaN in bfloat16, a NaN as scale, a scale that makes a wild update of small integers."""
+    config = changed(config, update_dtype=dtype)
+    tamper = lambda p: [with_arrays(p, lambda a: a | {name: torch.full_like(a[name], value)})]  # noqa: E731
+    final, reports, _ = finish(config, tamper)
+    assert all(len(r.refused) == 1 and "router" in r.refused[0][1] for r in reports)
+    assert torch.isfinite(final.phi).all()
+    _, reports, _ = finish(config, lambda p: [with_arrays(p, lambda a: {k: v.float() for k, v in a.items()})])
+    assert all("is float32, not " in r.refused[0][1] for r in reports)
+
+
 def test_an_answer_that_comes_twice_counts_once(config, finish):
     config = changed(config)
     plain, _, _ = finish(config)
@@ -222,3 +239,29 @@ def test_a_run_logs_refusals_and_remembers_norms_over_a_resume(tmp_path, small, 
     assert "warning: client_1's answer to round 2 was refused" in capsys.readouterr().err
     meta = json.loads((folder / "checkpoints" / "round-0002" / "meta.json").read_text())
     assert len(meta["norms"]["experts"]) == 2 and all(n > 0 for n in meta["norms"]["experts"])
+
+
+def test_the_server_never_holds_more_than_two_answers(config, prepared, backbone):
+    """Fifty clients, one parcel at a time: the one that is looked at, and the one that is just being made."""
+    config = changed(config)
+    engine, state = prepared(config, backbone)
+    method = build_method(config)
+    sealed = next(engine.answers(method, state, engine.clients[:1], 0, method.courier(state)))
+    alive: list[weakref.ref] = []
+    most = 0
+
+    class Crowd(InProcessEngine):
+        def answers(self, method, state, participants, t, courier):
+            nonlocal most
+            for client in participants:
+                copies = {name: array.clone() for name, array in sealed.arrays.items()}
+                parcel = REPLACE(sealed, client=client.index, arrays=copies)
+                alive.append(weakref.ref(parcel))
+                most = max(most, sum(ref() is not None for ref in alive))
+                yield parcel
+
+    clients = [Client(i, engine.clients[0].data) for i in range(50)]
+    crowd = Crowd(backbone, clients, config, engine.console)
+    _, report = one_round(method, crowd, state, crowd.clients, 0)
+    engine.detach()
+    assert len(report.accepted) == len(alive) == 50 and most <= 2

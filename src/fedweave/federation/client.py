@@ -11,6 +11,7 @@ from typing import Any, Protocol
 import numpy as np
 import torch
 
+from fedweave.federation.compression import Residuals
 from fedweave.training.batch import ClientData
 
 
@@ -44,6 +45,7 @@ class Client:
     buckets: list[np.ndarray] = field(default_factory=list)
     assignment: list[int] = field(default_factory=list)
     note: str = ""
+    residuals: Residuals = field(default_factory=Residuals)  # what rounding took from its updates so far
     own: torch.Tensor | None = None  # [P] parameters that stay at a site; a simulation keeps them for its clients
     held: ClientData | None = None  # what a site validates on
 

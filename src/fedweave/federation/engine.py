@@ -7,7 +7,7 @@ about where. That keeps method × engine a free product.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -31,6 +31,11 @@ if TYPE_CHECKING:
 
 
 _CLIENTS_AT_ONCE = 128
+_RESIDUAL = "residual."
+
+
+def _residuals(client: Client) -> str:
+    return f"{_RESIDUAL}{client.index}."
 
 
 class Engine(ABC):
@@ -69,8 +74,16 @@ class Engine(ABC):
         """Lines 9 to 13: what the participants send back in round t, one by one."""
 
     @abstractmethod
-    def restore(self, records: Sequence[dict[str, Any]]) -> None:
-        """The clients as a checkpoint recorded them."""
+    def restore(self, records: Sequence[dict[str, Any]], tensors: Mapping[str, torch.Tensor]) -> None:
+        """The clients as a checkpoint recorded them; their :meth:`memories` are among its tensors."""
+
+    def broadcast_bytes(self, state: ServerState, courier: Courier) -> int:
+        """What each participant of a round receives."""
+        return courier.broadcast_bytes
+
+    def memories(self) -> dict[str, torch.Tensor]:
+        """What clients must not forget when the server resumes, where the server plays the clients."""
+        return {}
 
     def present(self, method: Method, state: ServerState) -> Sequence[Any]:
         """The clients that can be asked now; whoever is new has been given experts."""
@@ -123,12 +136,22 @@ class InProcessEngine(Engine):
         """A group of them at a time, so that memory does not grow with their number."""
         for start in range(0, len(participants), _CLIENTS_AT_ONCE):
             group = participants[start : start + _CLIENTS_AT_ONCE]
-            for update in method.local_updates(self, state, group, t):
-                yield courier.seal(update, t, self.identity)
+            for client, update in zip(group, method.local_updates(self, state, group, t), strict=True):
+                yield courier.seal(update, t, self.identity, client.residuals)
 
-    def restore(self, records: Sequence[dict[str, Any]]) -> None:
+    def restore(self, records: Sequence[dict[str, Any]], tensors: Mapping[str, torch.Tensor]) -> None:
+        owed = {name: tensor for name, tensor in tensors.items() if name.startswith(_RESIDUAL)}
         for client, record in zip(self.clients, records, strict=True):
             client.restore(record)
+            prefix = _residuals(client)
+            client.residuals.restore({n.removeprefix(prefix): t for n, t in owed.items() if n.startswith(prefix)})
+
+    def memories(self) -> dict[str, torch.Tensor]:
+        return {
+            f"{_residuals(client)}{part}": owed
+            for client in self.clients
+            for part, owed in client.residuals.after.items()
+        }
 
     def private(self, theta: torch.Tensor) -> torch.Tensor:
         return theta.repeat(len(self.clients), 1)

@@ -16,6 +16,7 @@ import torch
 
 from fedweave.config import Config
 from fedweave.federation.client import Member, Update
+from fedweave.federation.compression import Spec
 from fedweave.federation.parcel import ROUTER, Courier, Parcel
 
 if TYPE_CHECKING:
@@ -42,6 +43,8 @@ class RoundReport:
     accepted: set[int] = field(default_factory=set)  # client indices
     refused: list[tuple[str, str]] = field(default_factory=list)  # (client, reason)
     clipped: list[str] = field(default_factory=list)
+    bytes_up: dict[str, int] = field(default_factory=dict)  # what each client sent, used or not
+    bytes_down: int = 0  # what each participant received
     norms: dict[str, list[float]] = field(default_factory=lambda: {"experts": [], ROUTER: []})
 
     @property
@@ -74,10 +77,11 @@ class Intake:
         """The usable ones among ``parcels``, one by one and in their order."""
         report = self.report
         for parcel in parcels:
+            name = self.asked[parcel.client].name if parcel.client in self.asked else f"client {parcel.client}"
+            report.bytes_up[name] = report.bytes_up.get(name, 0) + parcel.bytes
             try:
                 update = self.check(parcel)
             except Refused as reason:
-                name = self.asked[parcel.client].name if parcel.client in self.asked else f"client {parcel.client}"
                 report.refused.append((name, str(reason)))
                 warn(f"{report.sentence(name, str(reason))}.")
                 continue
@@ -110,7 +114,9 @@ class Intake:
         self._check_counts(parcel)
         check_arrays(parcel.arrays, self.courier.expected(parcel.counts))
         self._check_figures(parcel)
-        parts = {name: array.to(self.courier.device) for name, array in parcel.arrays.items()}
+        parts = self.courier.decode(parcel)
+        for name, part in parts.items():
+            check_finite(name, part)
         return self.courier.open(parcel, self._bounded(parts, client.name))
 
     def _check_counts(self, parcel: Parcel) -> None:
@@ -186,9 +192,7 @@ def check_samples(samples: object, most: int) -> None:
         raise Refused(f"it claims {_shown(samples)} examples, where 1 to {most} are possible")
 
 
-def check_arrays(
-    arrays: Mapping[str, torch.Tensor], expected: Mapping[str, tuple[tuple[int, ...], torch.dtype]]
-) -> None:
+def check_arrays(arrays: Mapping[str, torch.Tensor], expected: Mapping[str, Spec]) -> None:
     """Exactly the expected names, shapes and dtypes, all finite, or :class:`Refused`."""
     if missing := [name for name in expected if name not in arrays]:
         raise Refused(f"{missing[0]} is missing")
@@ -200,8 +204,13 @@ def check_arrays(
             raise Refused(f"{name} has shape {_length(array)}, not {list(shape)}")
         if array.dtype != dtype:
             raise Refused(f"{name} is {_dtype(array.dtype)}, not {_dtype(dtype)}")
-        if dtype.is_floating_point and not torch.isfinite(array).all():
-            raise Refused(f"{name} holds NaN or infinity, which a lower training.lr or router.lr may mend")
+        if dtype.is_floating_point:
+            check_finite(name, array)
+
+
+def check_finite(name: str, values: torch.Tensor) -> None:
+    if not torch.isfinite(values).all():
+        raise Refused(f"{name} holds NaN or infinity, which a lower training.lr or router.lr may mend")
 
 
 def _is_number(value: object) -> bool:

@@ -17,7 +17,6 @@ from fedweave.experts.dropout import stream_key
 from fedweave.federation.client import Member
 from fedweave.federation.engine import Engine
 from fedweave.federation.intake import Intake, RoundReport
-from fedweave.federation.parcel import Courier
 from fedweave.methods.base import Method, ServerState
 
 M = TypeVar("M", bound=Member)
@@ -44,9 +43,9 @@ def one_round(
     """Lines 9 to 14. A round in which too few answers can be used is repeated from the same state."""
     settings = method.config.federation
     needed = min(settings.min_answers, len(participants))
-    courier = Courier(state.layout, state.router, method.shared(state.layout), state.theta.device)
+    courier = method.courier(state)
     for attempt in range(1 + settings.repeats):
-        report = RoundReport(t, participants)
+        report = RoundReport(t, participants, bytes_down=engine.broadcast_bytes(state, courier))
         intake = Intake(method.config, courier, engine.identity, state, report)
         answers = engine.answers(method, state, participants, t, courier)  # lines 9-13
         moved = method.aggregate(state, intake.updates(answers, engine.console.warn))  # line 14

@@ -95,6 +95,9 @@ class Oracle(FedWeave):
     def router_layout(self, engine: Engine, experts: int) -> RouterLayout:
         return RouterLayout(experts, experts, experts)
 
+    def warm_start_rounds(self, experts: int) -> int:
+        return 0
+
     def start_router(self, engine: Engine, router: RouterLayout, phi: torch.Tensor) -> torch.Tensor:
         phi.zero_()
         views = router.views(phi)

@@ -21,6 +21,7 @@ from fedweave.discovery.signatures import Signatures
 from fedweave.experts.layout import AdapterLayout
 from fedweave.federation.client import Client, Member, Prototypes, Update
 from fedweave.federation.engine import Engine, InProcessEngine
+from fedweave.federation.parcel import Courier
 from fedweave.router.mlp import RouterLayout
 from fedweave.router.warmstart import warm_start_client
 from fedweave.training.batch import Lane
@@ -133,6 +134,11 @@ class Method(ABC):
     def shared(self, layout: AdapterLayout) -> torch.Tensor | None:
         """The columns of θ that travel, [P] bool; None: all of them."""
         return None
+
+    def courier(self, state: ServerState) -> Courier:
+        """Packs what :meth:`update` names, on either side."""
+        shared, dtype = self.shared(state.layout), self.config.federation.update_dtype
+        return Courier(state.layout, state.router, shared, dtype, state.theta.device)
 
     def local_updates(
         self, bench: InProcessEngine, state: ServerState, clients: Sequence[Client], t: int

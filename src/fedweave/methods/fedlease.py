@@ -19,7 +19,6 @@ from fedweave.federation.client import Client, Update
 from fedweave.federation.engine import Engine, InProcessEngine
 from fedweave.methods.base import Method, ServerState
 from fedweave.methods.fedweave import FedWeave
-from fedweave.router.mlp import RouterLayout
 from fedweave.training.batch import Lane
 
 
@@ -39,8 +38,8 @@ class FedLEASE(FedWeave):
         shares = [size / sum(sizes) for size in sizes]
         return replace(state, phi=state.phi.repeat(state.layout.experts, 1), shares=shares)
 
-    def start_router(self, engine: Engine, router: RouterLayout, phi: torch.Tensor) -> torch.Tensor:
-        return phi  # no warm start: within a cluster there is only one label to learn
+    def warm_start_rounds(self, experts: int) -> int:
+        return 0  # within a cluster there is only one label to learn
 
     def lane(self, client: Client, state: ServerState, t: int) -> Lane:
         assert state.phi is not None

@@ -83,6 +83,7 @@ class FedWeave(Method):
         theta = self.start_experts(engine, layout)
         router = self.router_layout(engine, layout.experts)
         phi = self.start_router(engine, router, router.initial(self.config.seed + 1).to(engine.device))
+        report["preparation_bytes"] = self.preparation_bytes(engine, layout, router)
         means = self.remember(engine, found, report) if engine.grows else None
         return ServerState(layout, router, theta.to(engine.device), phi[None], signatures=means, report=report)
 
@@ -138,10 +139,15 @@ class FedWeave(Method):
     def router_layout(self, engine: Engine, experts: int) -> RouterLayout:
         return RouterLayout(engine.width, self.config.router.hidden, experts, self.config.router.features)
 
+    def warm_start_rounds(self, experts: int) -> int:
+        """How often the router travels before round 1."""
+        settings = self.config.router.warm_start
+        return settings.rounds if settings.enabled and experts > 1 else 0
+
     def start_router(self, engine: Engine, router: RouterLayout, phi: torch.Tensor) -> torch.Tensor:
         """φ⁰ [Q]: random, or warmed up on the labels a(i,c)."""
         settings = self.config.router.warm_start
-        if not settings.enabled or router.experts == 1:
+        if not self.warm_start_rounds(router.experts):
             return phi
         total = settings.rounds * len(engine.clients)
         progress = engine.console.progress("router warm start", total, "client rounds")
@@ -154,3 +160,20 @@ class FedWeave(Method):
         phi = warm_start(router, phi, settings.rounds, updates)
         progress.close()
         return phi
+
+    def preparation_bytes(
+        self, engine: Engine, layout: AdapterLayout, router: RouterLayout
+    ) -> dict[str, dict[str, int]]:
+        """What each client sends and receives before round 1: a signature per bucket, its warmup adapters summed
+        for every expert that it serves, and the router of the warm start back and forth."""
+        signer = self.signatures(engine)
+        warm = 4 * router.size * self.warm_start_rounds(layout.experts)
+        signature = sum(signer.widths) * signer.dtype.itemsize
+        adapter = 4 * signer.layout.size
+        return {
+            client.name: {
+                "up": signature * len(client.sizes) + adapter * len(set(client.assignment)) + warm,
+                "down": warm,
+            }
+            for client in engine.clients
+        }

@@ -128,6 +128,7 @@ class RunFolder:
         tensors = state.tensors()
         if progress.best_round != progress.completed:
             tensors |= {f"best_{name}": tensor for name, tensor in best.tensors().items()}
+        tensors |= ground.engine.memories()
         meta = {
             "completed": progress.completed,
             "best_round": progress.best_round,
@@ -165,7 +166,7 @@ class RunFolder:
         snapshot.check(ground.config, ground.backbone)
         meta = snapshot.meta
         _truncate(self.metrics, meta["metrics_bytes"])
-        ground.engine.restore(meta["clients"])
+        ground.engine.restore(meta["clients"], snapshot.tensors)
         state = snapshot.state(ground.engine.layers, ground.backbone.device)
         best = snapshot.best(ground.engine.layers, ground.backbone.device)
         if meta["best_round"] == meta["completed"]:

@@ -150,6 +150,8 @@ def carry_out(run: RunFolder, ground: Ground, console: Console, started: float) 
             participants=[c.name for c in report.participants],
             refused=[{"client": name, "reason": reason} for name, reason in report.refused],
             clipped=report.clipped,
+            bytes_up=report.bytes_up,
+            bytes_down=report.bytes_down,
         )
         rounds, every = ground.config.training.rounds, ground.config.evaluation.every
         note = f"train loss {report.train_loss:.3f}"

@@ -70,12 +70,30 @@ def summarise(
             "router": progress.state.phi.numel() if progress.state.phi is not None else 0,
         },
         "rounds": progress.completed,
+        "communication": _communication(run, progress.state),
         "validation": {"best_round": progress.best_round, "best_loss": progress.best_loss},
         "audit": discovery.get("audit"),
         "test": _test(run, tester, progress, console) if tester else {},
         "backbone": {"model": backbone.name, "fingerprint": backbone.fingerprint},
         "config": to_tree(config),
         "environment": environment(backbone.device),
+    }
+
+
+def _communication(run: RunFolder, state: ServerState) -> dict[str, Any]:
+    """Bytes between clients and server, from the run's own log: before round 1, and per client and round."""
+    events = [json.loads(line) for line in run.metrics.read_text(encoding="utf-8").splitlines()]
+    rounds = [event for event in events if event["event"] == "round"]
+    before = list(state.report.get("preparation_bytes", {}).values())
+    up = [sent for event in rounds for sent in event["bytes_up"].values()]
+    down = [event["bytes_down"] for event in rounds for _ in event["participants"]]
+    return {
+        "before_up": sum(client["up"] for client in before),
+        "before_down": sum(client["down"] for client in before),
+        "rounds_up": sum(up),
+        "rounds_down": sum(down),
+        "per_client_and_round_up": round(sum(up) / max(1, len(up))),
+        "per_client_and_round_down": round(sum(down) / max(1, len(down))),
     }
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -25,7 +25,7 @@ from fedweave.federation.evaluate import Loss
 from fedweave.federation.flower.post import POLL, Post, RemoteClient
 from fedweave.federation.intake import Refused, check_identity
 from fedweave.federation.letters import Letter
-from fedweave.federation.parcel import Courier, Parcel
+from fedweave.federation.parcel import Courier, Parcel, array_bytes
 from fedweave.federation.wire import (
     read_parcel,
     read_prototypes,
@@ -71,7 +71,7 @@ class FlowerEngine(Engine):
         """Wait for anybody at all: the first site says what the backbone is."""
         self._wait(lambda: bool(self.fingerprint), "a site")
 
-    def restore(self, records: Sequence[dict[str, Any]]) -> None:
+    def restore(self, records: Sequence[dict[str, Any]], tensors: Mapping[str, torch.Tensor]) -> None:
         """The sites of a checkpoint; each is found again when its node says hello."""
         self.clients = [RemoteClient(**record) for record in records]
         self._wait(lambda: len(self._here()) >= self.needed, f"{self.needed} of the run's sites")
@@ -225,6 +225,10 @@ class FlowerEngine(Engine):
     ) -> Iterator[Parcel]:
         for client, letter in self.post.ask("train", participants, state_letter(state, t)):
             yield read_parcel(letter, client.index)
+
+    def broadcast_bytes(self, state: ServerState, courier: Courier) -> int:
+        """The whole state travels, whatever the method shares of it."""
+        return array_bytes([state.theta, *([state.phi] if state.phi is not None else [])])
 
     def losses(self, state: ServerState, t: int) -> dict[str, Loss]:
         """Every site's validation loss, by name."""

@@ -29,7 +29,7 @@ from fedweave.federation.client import Client
 from fedweave.federation.engine import InProcessEngine
 from fedweave.federation.evaluate import local_loss
 from fedweave.federation.letters import Letter
-from fedweave.federation.parcel import Courier, expert_name
+from fedweave.federation.parcel import expert_name
 from fedweave.federation.site.sources import Source
 from fedweave.federation.wire import (
     parcel_letter,
@@ -161,12 +161,13 @@ class Site:
         state, t = read_state(letter, seat.bench)
         if seat.own_round == t:  # the same round again: its first answer did not count
             seat.client.own = seat.before
-        shared = seat.method.shared(state.layout)
-        courier = Courier(state.layout, state.router, shared, seat.bench.device)
         (update,) = seat.method.local_updates(seat.bench, state, [seat.client], t)
-        parcel = courier.seal(update, t, seat.bench.identity)
+        residuals = seat.client.residuals
+        parcel = seat.method.courier(state).seal(update, t, seat.bench.identity, residuals)
         if parcel.kept is not None:
-            self._keep(letter, seat, state, shared, parcel.kept, t)
+            self._keep(letter, seat, state, seat.method.shared(state.layout), parcel.kept, t)
+        if residuals.after:
+            self._store(letter.facts["federation"], "residuals", residuals.tensors(), {"t": t})
         return parcel_letter(parcel)
 
     def evaluate(self, letter: Letter) -> Letter:
@@ -209,6 +210,9 @@ class Site:
             tensors, meta = load_checkpoint(folder / "own")
             client.own, seat.before = (tensors[k].to(backbone.device) for k in ("own", "before"))
             seat.own_round = meta["t"]
+        if folder is not None and (folder / "residuals").is_dir():
+            tensors, meta = load_checkpoint(folder / "residuals")
+            client.residuals.load(tensors, meta["t"])
         return seat
 
     def aligned(self, letter: Letter) -> Seat:
@@ -237,9 +241,13 @@ class Site:
         assert seat.client.own is not None and shared is not None
         seat.before, seat.own_round = seat.client.own, t
         seat.client.own = seat.before + torch.where(shared.to(kept.device), 0.0, kept)
-        if (folder := self._folder(letter.facts["federation"])) is not None:
+        self._store(letter.facts["federation"], "own", {"own": seat.client.own, "before": seat.before}, {"t": t})
+
+    def _store(self, federation: Any, name: str, tensors: dict[str, torch.Tensor], meta: dict[str, Any]) -> None:
+        """Put what only this site knows where a restart finds it."""
+        if (folder := self._folder(federation)) is not None:
             folder.mkdir(parents=True, exist_ok=True)
-            save_checkpoint(folder, "own", {"own": seat.client.own, "before": seat.before}, {"t": t})
+            save_checkpoint(folder, name, tensors, meta)
 
     def _folder(self, federation: Any) -> Path | None:
         if self.source.state is None:
