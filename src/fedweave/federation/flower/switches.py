@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 
 OUTBOUND_OFF = {
@@ -11,6 +12,12 @@ OUTBOUND_OFF = {
     "RAY_USAGE_STATS_ENABLED": "0",
     "HF_HUB_OFFLINE": "1",
 }
+
+
+def hush() -> None:
+    """Flower's own lines below a warning; what an operator needs is said by fedweave."""
+    for name in ("flwr", "httpx"):
+        logging.getLogger(name).setLevel(logging.WARNING)
 
 
 def quiet_environment(**extra: str) -> dict[str, str]:

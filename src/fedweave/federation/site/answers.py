@@ -5,6 +5,7 @@ Its rows, features, buckets and labels stay in this process. An answer is one of
 
 from __future__ import annotations
 
+import copy
 import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -19,6 +20,7 @@ from fedweave.aggregation.rules import ClientAverage
 from fedweave.backbone.encode import encode
 from fedweave.backbone.features import cached_features
 from fedweave.backbone.load import Backbone, load_backbone
+from fedweave.backbone.prompts import PromptFormat
 from fedweave.config import BackboneConfig, Config, from_tree
 from fedweave.console import Console
 from fedweave.errors import UserError, first_line
@@ -45,16 +47,30 @@ from fedweave.training.batch import ClientData
 
 
 class Models:
-    """Loaded backbones by their settings, shared by the simulated sites of a process."""
+    """The loaded backbone, shared by the simulated sites of a process. Federations may render prompts differently:
+    each gets its own view of the same weights."""
 
     def __init__(self) -> None:
-        self._loaded: dict[BackboneConfig, Backbone] = {}
+        self._views: dict[BackboneConfig, Backbone] = {}
 
     def get(self, config: BackboneConfig) -> Backbone:
-        if config not in self._loaded:
-            self._loaded.clear()  # a site has room for one
-            self._loaded[config] = load_backbone(config)
-        return self._loaded[config]
+        if config in self._views:
+            return self._views[config]
+        same = next((view for known, view in self._views.items() if _files(known) == _files(config)), None)
+        if same is None:
+            self._views.clear()  # a site has room for one
+            self._views[config] = load_backbone(config)
+        else:
+            view = copy.copy(same)
+            for cached in ("identity", "fingerprint"):
+                view.__dict__.pop(cached, None)
+            view.prompts = PromptFormat(same.tokenizer, config)
+            self._views[config] = view
+        return self._views[config]
+
+
+def _files(config: BackboneConfig) -> tuple[str | None, ...]:
+    return config.model, config.revision, config.device, config.dtype
 
 
 @dataclass

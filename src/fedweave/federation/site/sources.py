@@ -35,7 +35,8 @@ class OwnFiles:
     """A real site."""
 
     def __init__(self, site: SiteConfig):
-        self.site, self.name, self.state = site, site.name, Path(site.state)
+        self.site, self.name = site, site.name
+        self.state: Path | None = Path(site.state)
 
     def backbone(self, config: BackboneConfig) -> BackboneConfig:
         own = self.site.backbone
