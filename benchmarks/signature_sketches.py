@@ -1,7 +1,7 @@
 """What sketching signatures costs and saves.
 
-    python benchmarks/signature_sketches.py scale [--prototypes 10000] [--output FILE]
-    python benchmarks/signature_sketches.py quality --data DATA [--output FILE] [key=value …]
+    python -m benchmarks.signature_sketches scale [--prototypes 10000] [--output FILE]
+    python -m benchmarks.signature_sketches quality --data DATA [--output FILE] [key=value …]
 
 ``scale`` times the alignment of many prototypes with the block shapes of SmolLM2-135M; signatures are noise around
 six directions. ``quality`` runs discovery with the real model on the paper's tasks and aligns the same warmup
