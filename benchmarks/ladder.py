@@ -90,8 +90,7 @@ class Bench:
         few = min(self.options.reference_clients, len(clients))
 
         def measure() -> float:
-            model = self.model()
-            loop(model, clients[:1], [plan[0][:1]], self.device)()  # libraries settle
+            loop(self.model(), clients[:1], plan[:1], self.device)()  # libraries settle: a whole client's shapes
             spent = once(loop(self.model(), clients[:few], plan[:few], self.device), self.device)
             return spent * len(clients) / few
 
