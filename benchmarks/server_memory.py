@@ -1,6 +1,6 @@
 """Peak memory at 10, 100 and 1,000 clients, each in a process of its own.
 
-    python benchmarks/server_memory.py [--clients 10 100 1000] [--output FILE]
+    python -m benchmarks.server_memory [--clients 10 100 1000] [--output FILE]
 
 Two measurements. ``server``: the real round loop (intake, averages), fed with one parcel after another of clients
 that cost nothing, as a server behind a network sees them; a parcel is over 1 MB, so that holding all would show.

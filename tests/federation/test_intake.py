@@ -99,6 +99,13 @@ def swap(make):
     return lambda parcel: with_arrays(parcel, lambda a: a | {first(a): make(a[first(a)])})
 
 
+class Nonsense(dict):
+    """Arrays that are none, to whoever looks closer."""
+
+    def __contains__(self, name):
+        raise TypeError("there is nothing here")
+
+
 REPLACE = dataclasses.replace
 BROKEN = {
     "NaN": (spoil(float("nan")), "holds NaN or infinity"),
@@ -120,6 +127,9 @@ BROKEN = {
     "negative counts": (lambda p: REPLACE(p, counts=[-1.0 for _ in p.counts]), "examples for expert 0"),
     "more experts": (lambda p: REPLACE(p, counts=[*p.counts, 1.0]), "it counts examples for"),
     "no counts": (lambda p: REPLACE(p, counts=[0.0 for _ in p.counts]), "for no expert"),
+    "endless counts": (lambda p: REPLACE(p, counts=[10**400 for _ in p.counts]), "cannot be read"),
+    "no arrays": (lambda p: REPLACE(p, arrays={}), "is missing"),
+    "nonsense": (lambda p: REPLACE(p, arrays=Nonsense()), "cannot be read"),
     "losses": (lambda p: REPLACE(p, losses=[float("nan")]), "losses are missing"),
     "replay": (lambda p: REPLACE(p, round=p.round - 1), "which is not the open one"),
     "future": (lambda p: REPLACE(p, round=p.round + 7), "which is not the open one"),

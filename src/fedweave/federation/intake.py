@@ -15,6 +15,7 @@ import numpy as np
 import torch
 
 from fedweave.config import Config
+from fedweave.errors import first_line
 from fedweave.federation.client import Member, Update
 from fedweave.federation.compression import Spec
 from fedweave.federation.parcel import ROUTER, Courier, Parcel
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
 # β = (0.9, 0.999) give to past gradients: at most 7.3, and near 1 in practice.
 _ADAM_REACH = 7.3
 _REMEMBERED_ROUNDS = 8
+_UNREADABLE = (TypeError, ValueError, AttributeError, OverflowError)  # what nonsense of the wrong type raises
 
 
 class Refused(Exception):
@@ -81,9 +83,10 @@ class Intake:
             report.bytes_up[name] = report.bytes_up.get(name, 0) + parcel.bytes
             try:
                 update = self.check(parcel)
-            except Refused as reason:
-                report.refused.append((name, str(reason)))
-                warn(f"{report.sentence(name, str(reason))}.")
+            except (Refused, *_UNREADABLE) as reason:
+                why = str(reason) if isinstance(reason, Refused) else f"it cannot be read ({first_line(reason)})"
+                report.refused.append((name, why))
+                warn(f"{report.sentence(name, why)}.")
                 continue
             report.accepted.add(parcel.client)
             report.losses.append(float(np.mean(parcel.losses)))
@@ -133,7 +136,7 @@ class Intake:
         losses = parcel.losses
         if not isinstance(losses, list) or not losses or not all(_is_number(x) for x in losses):
             raise Refused("its training losses are missing, NaN or infinite")
-        if not isinstance(parcel.tokens, int) or parcel.tokens < 0:
+        if not isinstance(parcel.tokens, int) or not 0 <= parcel.tokens < 2**53:
             raise Refused(f"it claims {_shown(parcel.tokens)} tokens")
 
     def _bounded(self, parts: dict[str, torch.Tensor], name: str) -> dict[str, torch.Tensor]:
