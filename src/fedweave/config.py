@@ -82,7 +82,7 @@ class ExpertsConfig:
     alpha: float = setting(16.0, "LoRA scale is alpha / rank.", low=1e-6)
     dropout: float = setting(0.05, "Dropout on the input of A.", low=0.0, high=0.9)
     target_modules: tuple[str, ...] = setting(
-        ("q_proj", "v_proj"), "Linear layers that carry experts, by the end of their names."
+        ("q_proj", "v_proj"), "Linear layers that carry experts, by the end of their names.", low=1
     )
 
 
@@ -162,6 +162,7 @@ class EvaluationConfig:
     )
     compare_routings: bool = setting(False, "Also score and time sparse, top-2 and soft routing of the same model.")
     scores: bool = setting(True, "Score the test set by generation (losses are always measured).")
+    score_rounds: bool = setting(False, "Also score the validation answers of every validated round.")
     untouched: bool = setting(True, "Also measure the bare backbone's loss.")
     rouge: Literal["rouge-score", "paper"] = setting(
         "rouge-score", "ROUGE as the rouge-score package counts it, or as the authors' release does."
@@ -179,6 +180,9 @@ class Config:
     method: str = setting("fedweave", "Federated method; `fedweave list methods` names them.")
     seed: int = setting(42, "Seed of data, partition, initialisation and training.", low=0)
     output: str | None = setting(None, "Run folder; runs/RECIPE when empty.")
+    loggers: tuple[Literal["tensorboard", "wandb", "mlflow", "trackio"], ...] = setting(
+        (), "Trackers that get a copy of every figure, as in [tensorboard]; metrics.jsonl is always written."
+    )
     backbone: BackboneConfig = field(default_factory=BackboneConfig)
     data: DataConfig = field(default_factory=DataConfig)
     experts: ExpertsConfig = field(default_factory=ExpertsConfig)

@@ -28,11 +28,12 @@ from fedweave.federation.checkpoint import (
 from fedweave.federation.client import Client
 from fedweave.methods.base import ServerState
 from fedweave.router.mlp import RouterLayout
+from fedweave.runs.loggers import Loggers
 from fedweave.runs.workspace import Workspace
 from fedweave.settings import to_tree
 
 # Keys that a resumed run may change: they do not alter what was already computed.
-FREE_KEYS = ("output", "evaluation", "training.rounds", "training.clients_per_step")
+FREE_KEYS = ("output", "loggers", "evaluation", "training.rounds", "training.clients_per_step")
 
 
 @dataclass
@@ -54,6 +55,7 @@ class RunFolder:
         self.path = path
         self.checkpoints = path / "checkpoints"
         self.metrics = path / "metrics.jsonl"
+        self.loggers = Loggers([])
 
     # ---------------------------------------------------------------------------------- life
 
@@ -96,7 +98,7 @@ class RunFolder:
             raise UserError(f"the data of {self.path} has changed since the run began; restore it or start anew.")
 
     def log(self, event: str, **values: Any) -> None:
-        """Append one event to metrics.jsonl."""
+        """Append one event to metrics.jsonl; trackers get a copy of its figures."""
         try:
             with open(self.metrics, "a", encoding="utf-8") as out:
                 out.write(json.dumps({"event": event, **values}) + "\n")
@@ -104,6 +106,7 @@ class RunFolder:
             raise UserError(
                 f"{self.metrics} cannot be written ({error.strerror}); free some space and resume."
             ) from None
+        self.loggers.event(event, values)
 
     def write_json(self, name: str, content: Any) -> None:
         write_atomic(self.path / name, json.dumps(content, indent=1, ensure_ascii=False))
