@@ -77,7 +77,7 @@ def contamination(
     anchor: np.ndarray,  # [U] a(u), the expert it is aligned to
     target: np.ndarray,  # [M] κ_m
 ) -> Contamination:
-    units, patterns, experts = weight.shape
+    patterns, experts = weight.shape[1:]
     total = weight.sum((0, 1))
     omega = np.divide(weight, total, out=np.full_like(weight, np.nan), where=total > 0)  # [U, K, M]
     k = np.arange(patterns)

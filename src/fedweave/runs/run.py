@@ -21,7 +21,7 @@ from fedweave.methods.base import ServerState
 from fedweave.router.mlp import sparsify
 from fedweave.runs.folder import Progress, RunFolder
 from fedweave.runs.report import final_report
-from fedweave.runs.summary import served_models, summarise
+from fedweave.runs.summary import peak_memory, served_models, summarise
 from fedweave.runs.workspace import Kept, Prepared, Workspace, prepare
 
 
@@ -102,6 +102,7 @@ def _execute(run: RunFolder, prepared: Prepared, console: Console) -> dict[str, 
         "until_last_round_s": round(training_seconds, 2),
         "total_s": round(earlier + time.monotonic() - started, 2),
         "phases_s": {label: round(seconds, 2) for label, seconds in console.spent.items()},
+        "peak_memory_bytes": peak_memory(workspace.backbone.device),
     }
     run.write_json("summary.json", summary)
     console.say(final_report(summary))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import platform
 import subprocess
+import sys
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -56,6 +57,7 @@ def summarise(run: RunFolder, workspace: Workspace, progress: Progress, console:
         "notes": [*workspace.data.notes, *([workspace.backbone.note] if workspace.backbone.note else [])],
         "clients": len(clients),
         "examples": sum(len(c) for c in clients),
+        "train_tokens": sum(len(e.ids) for c in clients for e in c.data.examples),
         "buckets": sum(len(c.buckets) for c in clients),
         "experts": progress.state.layout.experts,
         "parameters": {
@@ -98,6 +100,18 @@ def environment(device: torch.device) -> dict[str, Any]:
             continue
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else platform.machine()
     return {"versions": packages, "device": f"{device.type}: {name}", "commit": _commit()}
+
+
+def peak_memory(device: torch.device) -> int | None:
+    """Most bytes in use so far: tensors on a GPU, the whole process on a CPU (where the system tells)."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    try:
+        import resource
+    except ImportError:  # Windows
+        return None
+    unit = 1 if sys.platform == "darwin" else 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
 
 
 def _commit() -> str | None:
