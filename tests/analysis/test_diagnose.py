@@ -21,7 +21,7 @@ QUIET = Console(quiet=True)
 
 @pytest.fixture(scope="module")
 def diagnosed(tiny_run):
-    return diagnose(tiny_run(), clients=2, batches=1, last=False, console=QUIET)
+    return diagnose(tiny_run(), QUIET, clients=2)
 
 
 def test_everything_is_measured_and_written(diagnosed, tiny_run):
@@ -42,7 +42,7 @@ def test_the_theorems_hold_on_a_real_model(diagnosed):
 
 def test_routed_weight_sums_to_what_the_router_says(diagnosed, tiny_run):
     """One expert's mean weight, from the router's own output and the schedule, without the [U, K, M] table."""
-    subject = open_subject(tiny_run(), last=False, console=QUIET)
+    subject = open_subject(tiny_run(), "best", QUIET)
     expected = np.zeros(subject.state.layout.experts)
     counts = np.stack([c.counts(len(expected), subject.step_budget(c)).numpy() for c in subject.clients])
     for client, row in zip(subject.clients, counts / counts.sum(0).clip(min=1), strict=True):
@@ -93,13 +93,13 @@ def test_own_data_without_labels_gets_what_needs_none(unlabelled_run, capsys):
 
 
 def test_single_adapter_runs_have_conflict_alone(tiny_run):
-    found = diagnose(tiny_run("method=fedit"), clients=2, batches=1, last=False, console=QUIET)
+    found = diagnose(tiny_run("method=fedit"), QUIET, clients=2)
     assert set(found["refused"]) == {"contamination", "effective_budget", "router_paths", "routing_risk"}
-    assert set(found["conflict"]) == {"shared_adapter", "experts"}
+    assert set(found["conflict"]) == {"fresh_adapter", "experts"}
 
 
 def test_client_level_methods_are_diagnosed_with_their_own_units(tiny_run):
-    found = diagnose(tiny_run("method=fedlease"), clients=2, batches=1, last=False, console=QUIET)
+    found = diagnose(tiny_run("method=fedlease"), QUIET, clients=2)
     assert found["router_paths"]["clients"] == {}  # one bucket per client: nothing to interleave
     last = found["contamination"]["rounds"][str(found["rounds"])]
     assert last["lemma_holds"]
@@ -112,7 +112,7 @@ def test_diagnosis_leaves_the_run_as_it_was(tiny_run):
         return {p: p.read_bytes() for p in folder.rglob("*") if p.is_file() and p.name != "diagnostics.json"}
 
     before = contents()
-    diagnose(folder, clients=1, batches=1, last=True, console=QUIET)
+    diagnose(folder, QUIET, clients=1, which="last")
     assert contents() == before
 
 
@@ -128,4 +128,4 @@ def test_nothing_at_all_to_diagnose_is_one_sentence(tiny_run, unlabelled_run):
     path = yaml.safe_load((unlabelled_run / "config.yaml").read_text())["data"]["path"]
     folder = tiny_run("data.source=jsonl", f"data.path={path}", "evaluation.scores=false", "method=fedit")
     with pytest.raises(UserError, match="there is nothing to diagnose"):
-        diagnose(folder, clients=1, batches=1, last=False, console=QUIET)
+        diagnose(folder, QUIET, clients=1)

@@ -25,6 +25,7 @@ from fedweave.analysis.contamination import (
     mixture_contamination,
     routed_weight,
 )
+from fedweave.analysis.findings import verdicts
 from fedweave.analysis.gradients import GradientMeter, pooled, sample_lane
 from fedweave.analysis.routing_risk import deficit, margin_risk, sparse_risk
 from fedweave.analysis.subject import Subject, open_subject
@@ -33,8 +34,10 @@ from fedweave.console import Console
 from fedweave.errors import UserError
 from fedweave.evaluation.losses import example_losses
 from fedweave.experts.dropout import stream_key
+from fedweave.experts.layout import AdapterLayout
 from fedweave.federation.client import Client
 from fedweave.methods.base import ServerState
+from fedweave.router.mlp import RouterLayout
 from fedweave.runs.folder import RunFolder
 from fedweave.runs.summary import served_models
 from fedweave.training.schedule import interleave
@@ -55,19 +58,32 @@ class Sample:
     batch_size: int
 
 
-def diagnose(folder: Path, clients: int, batches: int, last: bool, console: Console) -> dict[str, Any]:
-    """Measure everything that the run allows, write diagnostics.json, return it."""
+def diagnose(
+    folder: Path,
+    console: Console,
+    clients: int = 4,
+    batches: int = 1,
+    which: str = "best",
+    router_rate: float | None = None,
+) -> dict[str, Any]:
+    """Measure everything that the run allows, write diagnostics.json, return it.
+
+    ``which`` is the state to look at: best, last or start; ``router_rate`` the η of the router's paths.
+    """
     if clients < 1 or batches < 1:
         raise UserError("--clients and --batches must be at least 1.")
+    if router_rate is not None and not router_rate > 0:
+        raise UserError("--router-rate must be above 0.")
     started = time.monotonic()
-    subject = open_subject(folder, last, console)
+    subject = open_subject(folder, which, console)
     config = subject.workspace.config
+    rate = router_rate if router_rate is not None else config.router.lr
     sample = Sample(subject.clients[:clients], batches, config.training.batch_size)
     sections: dict[str, tuple[bool, bool, Callable[[], Any]]] = {  # needs labels, needs a router
         "conflict": (True, False, lambda: measure_conflict(subject, sample, console)),
         "contamination": (True, True, lambda: measure_contamination(subject)),
         "effective_budget": (False, True, lambda: measure_budget(subject)),
-        "router_paths": (False, True, lambda: measure_paths(subject, sample, console)),
+        "router_paths": (False, True, lambda: measure_paths(subject, sample, rate, console)),
         "routing_risk": (True, True, lambda: measure_risk(subject, sample, console)),
     }
     routed = subject.state.router is not None and subject.state.layout.experts > 1
@@ -96,6 +112,7 @@ def diagnose(folder: Path, clients: int, batches: int, last: bool, console: Cons
     result |= {name: measure() for name, (_, _, measure) in sections.items() if name not in refused}
     result |= {"refused": refused, "seconds": round(time.monotonic() - started, 1)}
     result = _plain(result)
+    result["verdicts"] = verdicts(result)
     RunFolder(folder).write_json("diagnostics.json", result)
     return result
 
@@ -104,34 +121,44 @@ def diagnose(folder: Path, clients: int, batches: int, last: bool, console: Cons
 
 
 def measure_conflict(subject: Subject, sample: Sample, console: Console) -> dict[str, Any]:
-    """Γ for the run's experts, for its router, and for one fresh adapter that all patterns would share."""
+    """Γ for an adapter that all patterns would share, fresh or merged from the experts, and for the run's own
+    experts and router."""
     state, engine, config = subject.state, subject.workspace.engine, subject.workspace.config
     data = pooled([client.data for client in sample.clients])
     pattern = np.concatenate([subject.pattern[client.index] for client in sample.clients])
     present = np.unique(pattern)
-    bar = console.progress("pattern gradients", 2 * len(present), "patterns")
-
-    def gradients(layout: Any, router: Any, theta: torch.Tensor, phi: torch.Tensor | None) -> Any:
+    batches = sample.batches * len(sample.clients)
+    single = state.layout.with_experts(1)
+    fresh = single.initial(config.seed).to(engine.device)
+    adapters: dict[str, tuple[AdapterLayout, RouterLayout | None, torch.Tensor, torch.Tensor | None]] = {
+        "fresh_adapter": (single, None, fresh, None)
+    }
+    if state.layout.experts > 1:
+        merged = torch.stack(state.layout.unstack(state.theta)).mean(0)
+        adapters["merged_experts"] = (single, None, merged, None)
+    if state.phi is None or len(state.phi) == 1:
+        adapters["experts"] = (
+            state.layout,
+            state.router,
+            state.theta,
+            state.phi[0] if state.phi is not None else None,
+        )
+    bar = console.progress("pattern gradients", len(adapters) * len(present), "patterns")
+    found = {}
+    for name, (layout, router, theta, phi) in adapters.items():
         lanes = [
             sample_lane(
-                data, np.flatnonzero(pattern == k), theta, phi, sample.batches * len(sample.clients),
-                sample.batch_size, config.seed, "pattern", int(k),
+                data, np.flatnonzero(pattern == k), theta, phi, batches, sample.batch_size, config.seed, "pattern",
+                int(k),
             )
             for k in present
         ]  # fmt: skip
-        return GradientMeter(engine, layout, router)(lanes, bar.advance)
-
-    shared = engine.layout(state.layout.rank, experts=1)
-    parts = {"shared_adapter": gradients(shared, None, shared.initial(config.seed).to(engine.device), None).theta}
-    one_router = state.phi is None or len(state.phi) == 1
-    if one_router and state.private is None:
-        phi = state.phi[0] if state.phi is not None else None
-        own = gradients(state.layout, state.router, state.theta, phi)
-        parts["experts"] = own.theta
-        if own.phi is not None:
-            parts["router"] = own.phi
+        gradients = GradientMeter(engine, layout, router)(lanes, bar.advance)
+        found[name] = gradients.theta
+        if gradients.phi is not None:
+            found["router"] = gradients.phi
     bar.close()
-    return {name: _conflicts(subject, found.double(), present) for name, found in parts.items()}
+    return {name: _conflicts(subject, rows.double(), present) for name, rows in found.items()}
 
 
 def _conflicts(subject: Subject, gradients: torch.Tensor, present: np.ndarray) -> dict[str, Any]:
@@ -238,7 +265,7 @@ def measure_budget(subject: Subject) -> dict[str, Any]:
 # -------------------------------------------------------------------------------------- router
 
 
-def measure_paths(subject: Subject, sample: Sample, console: Console) -> dict[str, Any]:
+def measure_paths(subject: Subject, sample: Sample, rate: float, console: Console) -> dict[str, Any]:
     """Persistent against reset-and-average for every sampled client with more than one bucket."""
     state, config = subject.state, subject.workspace.config
     assert state.router is not None
@@ -266,23 +293,16 @@ def measure_paths(subject: Subject, sample: Sample, console: Console) -> dict[st
             return found.losses, found.phi.double().numpy()
 
         budget = subject.step_budget(client)
-        everywhere = np.arange(len(sizes))
-        first = gradient(np.tile(start, (len(sizes), 1)), everywhere)[1]
-        rate = config.router.lr
         paths = follow(gradient, start, shares, interleave(budget), rate, bar.advance)
-        mismatch, bias = weight_mismatch(shares, budget, first)
+        mismatch, bias = weight_mismatch(shares, budget, paths.first_gradients)
         clients[client.name] = {
-            **asdict(paths),
-            "order_term": paths.order_term(),
-            "consensus_term": paths.consensus_term(),
-            "first_step_ratio": paths.first_step_ratio,
-            "consensus_bound_holds": paths.consensus_bound_holds,
+            **paths.figures(),
+            "gradient_norm": float(np.linalg.norm(shares @ paths.first_gradients)),
             "weight_mismatch": mismatch,
             "weight_mismatch_bias": bias,
-            "gradient_norm": float(np.linalg.norm(shares @ first)),
         }
     bar.close()
-    return {"steps": steps, "clients": clients}
+    return {"steps": steps, "rate": rate, "clients": clients}
 
 
 def measure_risk(subject: Subject, sample: Sample, console: Console) -> dict[str, Any]:

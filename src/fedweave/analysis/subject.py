@@ -116,8 +116,8 @@ class Subject:
             return state.router.route(phi, client.data.features.to(phi)).double().cpu().numpy()
 
 
-def open_subject(folder: Path, last: bool, console: Console) -> Subject:
-    """Load a run without changing it."""
+def open_subject(folder: Path, which: str, console: Console) -> Subject:
+    """Load a run without changing it; ``which`` of its states is under diagnosis: best, last or start."""
     run, config = RunFolder.open(folder)
     prepared = prepare(config, console)
     run.check_manifest(prepared.data.manifest)
@@ -134,5 +134,7 @@ def open_subject(folder: Path, last: bool, console: Console) -> Subject:
     layers, device = workspace.engine.layers, workspace.backbone.device
     states = {s.meta["completed"]: s.state(layers, device) for s in found}
     states.setdefault(newest.meta["best_round"], newest.best(layers, device))
-    completed = newest.meta["completed"]
-    return Subject(workspace, method, states, completed if last else newest.meta["best_round"], completed)
+    rounds = {"best": newest.meta["best_round"], "last": newest.meta["completed"], "start": 0}
+    if rounds[which] not in states:
+        raise UserError(f"{folder} no longer has its checkpoint of round {rounds[which]}.")
+    return Subject(workspace, method, states, rounds[which], newest.meta["completed"])

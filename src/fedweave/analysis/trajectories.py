@@ -7,7 +7,8 @@ same start, and the states are averaged. R_c is bucket c's loss, π_c its share,
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
+from typing import Any
 
 import numpy as np
 
@@ -21,6 +22,7 @@ class RouterPaths:
 
     rate: float  # η
     heterogeneity: float  # ζ² = Σ π_c ‖g_c − g‖² at the common start
+    first_gradients: np.ndarray = field(repr=False)  # [C, Q] g_c there
     order_bias: list[float] = field(default_factory=list)  # ‖q_s‖², s = 0 … S−1
     net_order_bias: float = 0.0  # ‖mean of q_s‖²: what does not cancel over the schedule
     dispersion: list[float] = field(default_factory=list)  # D_s, s = 0 … S
@@ -50,6 +52,17 @@ class RouterPaths:
         pairs = zip(self.consensus_error, self.dispersion, strict=False)
         return all(e <= self.smoothness**2 * d * (1 + 1e-6) + 1e-30 for e, d in pairs)
 
+    def figures(self) -> dict[str, Any]:
+        """Everything but the vectors."""
+        named = {f.name: getattr(self, f.name) for f in fields(self) if f.name != "first_gradients"}
+        return {
+            **named,
+            "order_term": self.order_term(),
+            "consensus_term": self.consensus_term(),
+            "first_step_ratio": self.first_step_ratio,
+            "consensus_bound_holds": self.consensus_bound_holds,
+        }
+
 
 def residual(squared_norms: Sequence[float], rate: float, mu: float = 0.0) -> float:
     """η/2 Σ_s (1−μη)^(S−1−s) ‖·‖²: how a biased direction enters the bound on the router's loss."""
@@ -65,43 +78,47 @@ def follow(
     rate: float,
     on_step: Callable[[], None] = lambda: None,
 ) -> RouterPaths:
-    """Walk both ways for S steps. A step asks for all gradients it needs at once: each bucket's at the persistent
-    state, at its own reset state and at the reset mean."""
-    buckets = np.arange(len(shares))
-    persistent, reset = start.copy(), np.tile(start, (len(shares), 1))  # [Q], [C, Q]
-    biases = []
-    paths = RouterPaths(rate, 0.0)
-    for s in range(len(order) + 1):
+    """Walk both ways for S steps; ``on_step`` is called S + 1 times. A step asks for all gradients it needs at
+    once: each bucket's at the persistent state, at its own reset state and at the reset mean."""
+    count = len(shares)
+    buckets = np.arange(count)
+
+    def at(*states: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Losses [.., C] and gradients [.., C, Q] of all buckets at [Q] (the same for all) or [C, Q] states."""
+        rows = np.concatenate([np.broadcast_to(state, (count, len(start))) for state in states])
+        losses, gradients = gradient(rows, np.tile(buckets, len(states)))
+        return losses.reshape(len(states), count), gradients.reshape(len(states), count, -1)
+
+    losses, gradients = at(start)
+    first = gradients[0]  # [C, Q]
+    spread = shares @ ((first - shares @ first) ** 2).sum(1)
+    paths = RouterPaths(rate, float(spread), first_gradients=first, loss_start=float(losses[0] @ shares))
+    persistent, reset = start, np.tile(start, (count, 1))  # [Q], [C, Q]
+    at_persistent = at_reset = at_mean = first
+    net = np.zeros_like(start)
+    for s, chosen in enumerate(order):
         mean = shares @ reset  # φ̄_s [Q]
-        own = np.tile(persistent, (len(shares), 1))
-        centre = np.tile(mean, (len(shares), 1))
-        losses, gradients = gradient(np.concatenate([own, reset, centre]), np.tile(buckets, 3))
-        at_persistent, at_reset, at_mean = gradients.reshape(3, len(shares), -1)  # [C, Q] each
-        loss_persistent, _, loss_mean = losses.reshape(3, len(shares)) @ shares
         away = ((reset - mean) ** 2).sum(1)  # [C]
-        paths.dispersion.append(float(shares @ away))
-        on_step()
-        if s == 0:
-            paths.loss_start = float(loss_persistent)
-            whole = shares @ at_persistent
-            paths.heterogeneity = float(shares @ ((at_persistent - whole) ** 2).sum(1))
-        if s == len(order):
-            paths.loss_persistent, paths.loss_reset = float(loss_persistent), float(loss_mean)
-            break
-        bias = at_persistent[order[s]] - shares @ at_persistent  # q_s
-        biases.append(bias)
-        paths.order_bias.append(float(bias @ bias))
+        if s > 0:
+            at_persistent, at_reset, at_mean = at(persistent, reset, mean)[1]
+        bias = at_persistent[chosen] - shares @ at_persistent  # q_s
         drift = at_reset - at_mean  # [C, Q]
         error = shares @ drift  # e_s
+        net += bias / len(order)
+        paths.order_bias.append(float(bias @ bias))
         paths.consensus_error.append(float(error @ error))
-        moved = away > 0
-        if moved.any():
+        paths.dispersion.append(float(shares @ away) if s > 0 else 0.0)
+        if s > 0 and (moved := away > 0).any():
             ratio = (drift[moved] ** 2).sum(1) / away[moved]
             paths.smoothness = max(paths.smoothness, float(np.sqrt(ratio.max())))
-        persistent = persistent - rate * at_persistent[order[s]]
+        persistent = persistent - rate * at_persistent[chosen]
         reset = reset - rate * at_reset
-    net = np.mean(biases, axis=0)
+        on_step()
+    mean = shares @ reset
+    paths.dispersion.append(float(shares @ ((reset - mean) ** 2).sum(1)))
     paths.net_order_bias = float(net @ net)
+    paths.loss_persistent, paths.loss_reset = map(float, at(persistent, mean)[0] @ shares)
+    on_step()
     return paths
 
 

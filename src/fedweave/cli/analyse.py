@@ -31,7 +31,12 @@ def register(verbs: Verbs) -> None:
     diagnose.add_argument("folder", type=Path, help="the run folder")
     diagnose.add_argument("--clients", type=int, default=4, help="clients whose gradients are taken (default 4)")
     diagnose.add_argument("--batches", type=int, default=1, help="batches that stand for a bucket (default 1)")
-    last(diagnose)
+    diagnose.add_argument(
+        "--router-rate", type=float, help="step size of the router's two paths (default: the run's router.lr)"
+    )
+    state = diagnose.add_mutually_exclusive_group()
+    last(state)
+    state.add_argument("--start", action="store_true", help="the state before round 1 instead of the best")
     quiet(diagnose)
     budget = verbs.add(
         "budget", _budget, "Parameters, bytes and steps of every method: fedweave budget MODEL experts=4 rank=8"
@@ -44,7 +49,8 @@ def _diagnose(arguments: argparse.Namespace, console: Console) -> None:
     from fedweave.analysis.diagnose import diagnose
     from fedweave.analysis.findings import render
 
-    found = diagnose(arguments.folder, arguments.clients, arguments.batches, arguments.last, console)
+    which = "last" if arguments.last else "start" if arguments.start else "best"
+    found = diagnose(arguments.folder, console, arguments.clients, arguments.batches, which, arguments.router_rate)
     print(render(found))
     console.say(f"\n{arguments.folder / 'diagnostics.json'} holds every figure.")
 
