@@ -39,8 +39,8 @@ def render(found: dict[str, Any]) -> str:
     sample = found["sample"]
     parts = [
         f"{found['method']} · round {found['round']} of {found['rounds']} · {found['experts']} experts\n"
-        f"Gradients and losses come from a sample: {len(sample['clients'])} of {sample['of_clients']} clients, "
-        f"{sample['batches']} × {sample['batch_size']} examples of each bucket. Router weights come from all examples."
+        f"Gradients and losses: a sample of {len(sample['clients'])} of {sample['of_clients']} clients, "
+        f"{sample['batches']} × {sample['batch_size']} examples of each bucket. Router weights: all examples."
     ]
     tables = {
         "conflict": _conflict_table,

@@ -55,7 +55,7 @@ def run_costs(folder: Path, precision: str = "float32") -> RunCosts:
     shape = model_shape(config.backbone.model, config.backbone.revision)
     budget = predict(shape, config, experts, buckets, precision, max(served))
     trained = budget.methods[config.method].trainable
-    spent = [Spent("trained parameters", "numbers", trained, _trained(summary, config))]
+    spent = [Spent("trained parameters", "numbers", trained, summary.get("trained_parameters"))]
     if discovers:
         ratio = budget.discovery.warmup_ratio
         spent.append(Spent("warmup against training", "ratio", ratio, _warmup(summary), "steps; seconds"))
@@ -75,13 +75,6 @@ def _read(path: Path) -> dict[str, Any] | None:
         return None
     except ValueError:
         raise UserError(f"{path} is damaged.") from None
-
-
-def _trained(summary: dict[str, Any], config: Config) -> float | None:
-    parameters = summary.get("parameters")
-    if parameters is None or config.method in ("ffa-lora", "oracle"):  # the summary counts frozen ones too
-        return None
-    return sum(parameters.values())
 
 
 def _warmup(summary: dict[str, Any]) -> float | None:

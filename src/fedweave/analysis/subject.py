@@ -22,6 +22,15 @@ from fedweave.training.schedule import allot_steps
 
 
 @dataclass
+class Sample:
+    """What stands for the whole where the model itself is asked."""
+
+    clients: list[Client]
+    batches: int
+    batch_size: int
+
+
+@dataclass
 class Subject:
     """What the diagnostics look at."""
 
