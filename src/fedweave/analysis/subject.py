@@ -128,15 +128,15 @@ class Subject:
 def open_subject(folder: Path, which: str, console: Console) -> Subject:
     """Load a run without changing it; ``which`` of its states is under diagnosis: best, last or start."""
     run, config = RunFolder.open(folder)
+    found = list(run.snapshots(console))
+    if not found:
+        raise UserError(f"{folder} has no checkpoint yet; finish it with `fedweave resume {folder}`.")
     prepared = prepare(config, console)
     run.check_manifest(prepared.data.manifest)
     workspace = prepared.build(console)
     method = build_method(config)
     if method.uses_labels:
         workspace.reveal_labels()
-    found = list(run.snapshots(console))
-    if not found:
-        raise UserError(f"{folder} has no checkpoint yet; finish it with `fedweave resume {folder}`.")
     newest = found[0]
     newest.check(config, workspace.backbone)
     newest.restore(workspace.engine.clients)
