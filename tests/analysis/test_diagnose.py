@@ -1,6 +1,7 @@
 """Diagnosis of real (tiny) runs: what it measures agrees with the run, and it refuses what it cannot know."""
 
 import json
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -10,11 +11,12 @@ from fedweave.analysis.diagnose import diagnose
 from fedweave.analysis.gradients import GradientMeter
 from fedweave.analysis.subject import open_subject
 from fedweave.cli import main
+from fedweave.config import Config
 from fedweave.console import Console
 from fedweave.errors import UserError
-from fedweave.experts.layout import AdapterLayout
+from fedweave.federation.engine import InProcessEngine
 from fedweave.router.mlp import RouterLayout
-from tests.helpers import TARGETS, make_lanes, make_trainer
+from tests.helpers import make_lanes
 
 QUIET = Console(quiet=True)
 
@@ -55,21 +57,10 @@ def test_routed_weight_sums_to_what_the_router_says(diagnosed, tiny_run):
 
 
 def test_gradients_are_those_of_finite_differences(backbone):
-    layout = AdapterLayout.of(backbone.linear_layers(TARGETS), rank=2, experts=2)
-    router = RouterLayout(backbone.width, 8, 2)
+    engine = InProcessEngine(backbone, [], Config(), QUIET)
+    layout, router = engine.layout(rank=2, experts=2), RouterLayout(backbone.width, 8, 2)
     lane = make_lanes(backbone, layout, router, clients=1, steps=2)[0]
-    trainer, mixture = make_trainer(backbone, layout, router)
-
-    class Engine:  # what a meter asks of an engine
-        config = type("config", (), {"training": trainer.config})
-
-        def __init__(self):
-            self.backbone = backbone
-
-        def mixture(self, layout):
-            return mixture
-
-    meter = GradientMeter(Engine(), layout, router)
+    meter = GradientMeter(engine, layout, router)
     found = meter([lane])
     for name, size in (("theta", layout.size), ("phi", router.size)):
         direction = torch.nn.functional.normalize(
@@ -77,11 +68,11 @@ def test_gradients_are_those_of_finite_differences(backbone):
         )
         losses = []
         for sign in (1, -1):
-            moved = type(lane)(**{**vars(lane), name: getattr(lane, name) + sign * 1e-2 * direction})
+            moved = replace(lane, **{name: getattr(lane, name) + sign * 1e-2 * direction})
             losses.append(float(meter([moved]).losses[0]))
         slope = (losses[0] - losses[1]) / 2e-2
         assert float(getattr(found, name)[0] @ direction) == pytest.approx(slope, rel=0.02, abs=2e-4)
-    mixture.detach()
+    engine.detach()
 
 
 def test_own_data_without_labels_gets_what_needs_none(unlabelled_run, capsys):
@@ -103,6 +94,19 @@ def test_client_level_methods_are_diagnosed_with_their_own_units(tiny_run):
     assert found["router_paths"]["clients"] == {}  # one bucket per client: nothing to interleave
     last = found["contamination"]["rounds"][str(found["rounds"])]
     assert last["lemma_holds"]
+
+
+def test_whole_uploads_are_those_of_the_ablation_without_prototype_experts(tiny_run):
+    found = diagnose(tiny_run("method=without-prototype-expert"), QUIET, clients=1)
+    for row in found["contamination"]["rounds"].values():
+        assert row["chi"] == pytest.approx(row["client"])
+
+
+def test_an_oracle_routes_without_any_risk(tiny_run):
+    found = diagnose(tiny_run("method=oracle", "evaluation.scores=false"), QUIET, clients=1)
+    now = found["contamination"]["rounds"][str(found["round"])]
+    assert max(now["chi"]) < 1e-6 and found["contamination"]["clean"]
+    assert found["routing_risk"]["margin_risk"] == 0 and found["routing_risk"]["deficit"] < 1e-6
 
 
 def test_diagnosis_leaves_the_run_as_it_was(tiny_run):

@@ -9,7 +9,7 @@ from fedweave.console import table
 _CONFLICT = {
     "fresh_adapter": "one fresh adapter for all",
     "merged_experts": "the experts merged into one",
-    "experts": "the experts as routed",
+    "experts": "the run's own experts",
     "router": "the router",
 }
 _STARVING = 0.25  # of an even share of the steps
