@@ -26,11 +26,10 @@ from fedweave.router.mlp import RouterLayout
 
 def measure_conflict(subject: Subject, sample: Sample, console: Console) -> dict[str, Any]:
     """Γ for an adapter that all patterns would share, fresh or merged from the experts, and for the run's own
-    experts and router."""
+    experts and router. A pattern's examples are drawn from all clients, as many as a sampled bucket of each."""
     state, engine, config = subject.state, subject.workspace.engine, subject.workspace.config
-    data = pooled([client.data for client in sample.clients])
-    pattern = np.concatenate([subject.pattern[client.index] for client in sample.clients])
-    present = np.unique(pattern)
+    data = pooled([client.data for client in subject.clients])
+    pattern = np.concatenate(subject.pattern)
     batches = sample.batches * len(sample.clients)
     single = state.layout.with_experts(1)
     fresh = single.initial(config.seed).to(engine.device)
@@ -47,28 +46,26 @@ def measure_conflict(subject: Subject, sample: Sample, console: Console) -> dict
             state.theta,
             state.phi[0] if state.phi is not None else None,
         )
-    bar = console.progress("pattern gradients", len(adapters) * len(present), "patterns")
+    bar = console.progress("pattern gradients", len(adapters) * len(subject.patterns), "patterns")
     found = {}
     for name, (layout, router, theta, phi) in adapters.items():
         lanes = [
             sample_lane(
-                data, np.flatnonzero(pattern == k), theta, phi, batches, sample.batch_size, config.seed, "pattern",
-                int(k),
+                data, np.flatnonzero(pattern == k), theta, phi, batches, sample.batch_size, config.seed, "pattern", k
             )
-            for k in present
+            for k in range(len(subject.patterns))
         ]  # fmt: skip
         gradients = GradientMeter(engine, layout, router)(lanes, bar.advance)
         found[name] = gradients.theta
         if gradients.phi is not None:
             found["router"] = gradients.phi
     bar.close()
-    return {name: _conflicts(subject, rows.double(), present) for name, rows in found.items()}
+    return {name: _conflicts(subject, rows.double()) for name, rows in found.items()}
 
 
-def _conflicts(subject: Subject, gradients: torch.Tensor, present: np.ndarray) -> dict[str, Any]:
-    """Γ of every client and bucket from the patterns' gradients [present patterns, columns]."""
-    gram = np.zeros((len(subject.patterns), len(subject.patterns)))
-    gram[np.ix_(present, present)] = (gradients @ gradients.T).numpy()
+def _conflicts(subject: Subject, gradients: torch.Tensor) -> dict[str, Any]:
+    """Γ of every client and bucket from the patterns' gradients [K, columns]."""
+    gram = (gradients @ gradients.T).numpy()
     norms = np.sqrt(np.diag(gram))
 
     def figures(counts: np.ndarray) -> dict[str, float]:
