@@ -87,7 +87,7 @@ def test_an_older_run_says_what_is_missing(finished):
     for client in discovery["clients"].values():
         del client["bucket_tasks"]
     (finished / "discovery.json").write_text(json.dumps(discovery))
-    new = ("client_losses", "agreement", "upload_bytes", "expert_load", "expert_weight")
+    new = ("client_losses", "agreement", "bytes_up", "bytes_down", "expert_load", "expert_weight")
     lines = [json.loads(line) for line in (finished / "metrics.jsonl").read_text().splitlines()]
     old = [{k: v for k, v in line.items() if k not in new} for line in lines]
     (finished / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in old))

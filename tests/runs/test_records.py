@@ -47,7 +47,7 @@ def test_a_run_records_what_the_report_shows(finished):
         len(set(c["experts"])) * per_expert + summary["parameters"]["router"] for c in discovery["clients"].values()
     )
     rounds = [e for e in events if e["event"] == "round"]
-    assert rounds[0]["upload_bytes"] == 4 * expected, "with enough steps every bucket's expert is uploaded"
+    assert rounds[0]["bytes_up"] == 4 * expected, "with enough steps every bucket's expert is uploaded"
 
 
 def test_entropy_and_load_of_a_router_worked_out_by_hand():

@@ -33,5 +33,5 @@ def quiet(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--quiet", action="store_true", help="no progress, no table")
 
 
-def last(parser: argparse.ArgumentParser) -> None:
+def last(parser: argparse._ActionsContainer) -> None:
     parser.add_argument("--last", action="store_true", help="the last round instead of the best")

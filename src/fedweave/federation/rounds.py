@@ -17,6 +17,7 @@ from fedweave.experts.dropout import stream_key
 from fedweave.federation.agreement import Agreement
 from fedweave.federation.client import Client, Update
 from fedweave.federation.engine import InProcessEngine
+from fedweave.federation.traffic import Traffic
 from fedweave.methods.base import Method, ServerState
 
 
@@ -27,9 +28,9 @@ class RoundReport:
     t: int
     participants: list[Client]
     agreement: Agreement
+    traffic: Traffic
     losses: list[float] = field(default_factory=list)  # mean step loss of each
     tokens: int = 0
-    uploaded: int = 0  # numbers that clients sent: the experts they serve, and the router
 
     @property
     def train_loss(self) -> float:
@@ -47,10 +48,8 @@ class RoundReport:
                 )
             self.losses.append(float(np.mean(update.losses)))
             self.tokens += update.tokens
-            served = (update.counts > 0).float().mean().item()
-            self.uploaded += round(served * len(update.delta_theta))
-            self.uploaded += len(update.delta_phi) if update.delta_phi is not None else 0
             self.agreement.add(update)
+            self.traffic.add(update)
             yield update
 
 
@@ -64,7 +63,8 @@ def federate(
     """Lines 7 to 15. ``after_round`` validates and saves; a run that resumes starts at a later round."""
     for t in rounds:
         participants = sample_clients(engine.clients, method.config, t)  # line 8: S_t
-        report = RoundReport(t, participants, Agreement(state.layout))
+        traffic = Traffic(state, method.travelling(state.layout))
+        report = RoundReport(t, participants, Agreement(state.layout), traffic)
         updates = method.local_updates(engine, state, participants, t)  # lines 9-13
         state = method.aggregate(state, report.watch(updates))  # line 14
         after_round(state, report)

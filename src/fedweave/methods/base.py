@@ -87,6 +87,10 @@ class Method(ABC):
             client.index, result.delta_theta, counts, result.delta_phi, len(client), result.losses, result.tokens
         )
 
+    def travelling(self, layout: AdapterLayout) -> torch.Tensor | None:
+        """[P] the columns of θ that leave a client, for counting bytes; None: all of the experts it serves."""
+        return None
+
     def local_updates(
         self, engine: InProcessEngine, state: ServerState, participants: list[Client], t: int
     ) -> Iterator[Update]:

@@ -12,6 +12,7 @@ from dataclasses import replace
 import torch
 
 from fedweave.aggregation.rules import ClientAverage
+from fedweave.experts.layout import AdapterLayout
 from fedweave.federation.client import Client, Update
 from fedweave.federation.engine import InProcessEngine
 from fedweave.methods.base import Method, Served, ServerState, one_bucket
@@ -35,6 +36,9 @@ class FFALoRA(FedIT):
     def lane(self, client: Client, state: ServerState, t: int) -> Lane:
         return replace(super().lane(client, state, t), trainable=state.layout.is_b)
 
+    def travelling(self, layout: AdapterLayout) -> torch.Tensor:
+        return layout.is_b
+
 
 class _OwnParameters(FedIT):
     """Row i of ``private`` is what client i keeps to itself."""
@@ -51,6 +55,9 @@ class FedSALoRA(_OwnParameters):
         assert state.private is not None
         own = torch.where(state.layout.is_b.to(state.theta.device), state.private[client.index], state.theta)
         return replace(super().lane(client, state, t), theta=own)
+
+    def travelling(self, layout: AdapterLayout) -> torch.Tensor:
+        return ~layout.is_b
 
     def aggregate(self, state: ServerState, updates: Iterable[Update]) -> ServerState:
         """A moves by the weighted mean; B moves at home. For global evaluation θ carries the mean of all B."""
@@ -72,6 +79,9 @@ class LocalOnly(_OwnParameters):
     def lane(self, client: Client, state: ServerState, t: int) -> Lane:
         assert state.private is not None
         return replace(super().lane(client, state, t), theta=state.private[client.index])
+
+    def travelling(self, layout: AdapterLayout) -> torch.Tensor:
+        return torch.zeros_like(layout.is_b)
 
     def aggregate(self, state: ServerState, updates: Iterable[Update]) -> ServerState:
         """Nothing is communicated: each client keeps what it learned."""

@@ -209,12 +209,12 @@ def _heterogeneity(groups: Sequence[Group]) -> Section:
 
 def _costs(groups: Sequence[Group], lead: RunRecord) -> Section:
     section = Section("costs", "Communication and time")
-    if lead.rounds and "upload_bytes" in lead.rounds[-1]:
+    if lead.rounds and "bytes_up" in lead.rounds[-1]:
         last = lead.rounds[-1]
         clients = len(last["participants"])
         rows = [
-            ["uploaded by a client in a round, mean", size(last["upload_bytes"] / clients)],
-            ["uploaded by all clients, whole run", size(sum(e["upload_bytes"] for e in lead.rounds))],
+            ["uploaded by a client in a round, mean", size(last["bytes_up"] / clients)],
+            ["uploaded by all clients, whole run", size(sum(e["bytes_up"] for e in lead.rounds))],
             ["answer and prompt tokens trained on", f"{sum(e['tokens'] for e in lead.rounds):,}"],
         ]
         if lead.summary:
@@ -223,7 +223,7 @@ def _costs(groups: Sequence[Group], lead: RunRecord) -> Section:
             rows.append(["whole time", duration(lead.summary["timing"]["total_s"])])
         section.tables.append(Table(["costs", lead.name], rows))
     section.show(tradeoffs.loss_for_bytes(groups), tradeoffs.time_spent(lead), tradeoffs.round_times(lead))
-    section.lacks(bool(lead.rounds) and "upload_bytes" not in lead.rounds[-1], "bytes: an older run.")
+    section.lacks(bool(lead.rounds) and "bytes_up" not in lead.rounds[-1], "bytes: an older run.")
     return section
 
 

@@ -82,14 +82,14 @@ def heterogeneity(groups: Sequence[Group]) -> list[Picture]:
 
 def loss_for_bytes(groups: Sequence[Group]) -> Picture | None:
     """What a megabyte of upload buys."""
-    shown = [g for g in groups if any("upload_bytes" in e for e in g.first.rounds)]
+    shown = [g for g in groups if any("bytes_up" in e for e in g.first.rounds)]
     if not shown:
         return None
     figure, ax = canvas()
     for i, group in enumerate(shown):
         sent, total = {0: 0.0}, 0.0
         for event in group.first.rounds:
-            total += event.get("upload_bytes", 0) / 1e6
+            total += event.get("bytes_up", 0) / 1e6
             sent[event["round"]] = total
         curve = {t: v for t, v in group.curve("tasks", "macro").items() if t in sent}
         ax.plot([sent[t] for t in curve], [np.mean(v) for v in curve.values()], marker="o", markersize=3.2,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -137,14 +138,16 @@ class RunFolder:
         save_checkpoint(self.checkpoints, round_name(progress.completed), tensors, meta)
         prune(self.checkpoints, keep={round_name(0)})
 
-    def newest(self, console: Console) -> Snapshot | None:
-        """The newest checkpoint that can be read; nothing is changed on disk."""
+    def snapshots(self, console: Console) -> Iterator[Snapshot]:
+        """The checkpoints that can be read, newest first; nothing is changed on disk."""
         for path in reversed(round_checkpoints(self.checkpoints)):
             try:
-                return Snapshot(*load_checkpoint(path), path)
+                yield Snapshot(*load_checkpoint(path), path)
             except UserError as error:
                 console.warn(f"{error} Falling back to the one before.")
-        return None
+
+    def newest(self, console: Console) -> Snapshot | None:
+        return next(self.snapshots(console), None)
 
     def load(self, workspace: Workspace, console: Console) -> Progress | None:
         """Put the newest checkpoint back into the workspace, to go on from there; None when there is none yet."""
@@ -155,9 +158,7 @@ class RunFolder:
         snapshot.check(workspace.config, workspace.backbone)
         meta = snapshot.meta
         _truncate(self.metrics, meta["metrics_bytes"])
-        for client, record in zip(workspace.engine.clients, meta["clients"], strict=True):
-            client.buckets = [np.array(b, dtype=int) for b in record["buckets"]]
-            client.assignment, client.note = record["assignment"], record["note"]
+        snapshot.restore(workspace.engine.clients)
         state = snapshot.state(workspace.engine.layers, workspace.backbone.device)
         best = snapshot.best(workspace.engine.layers, workspace.backbone.device)
         if meta["best_round"] == meta["completed"]:
@@ -182,6 +183,12 @@ class Snapshot:
                 f"checkpoint {self.path} was trained on another backbone, tokenizer or prompt rendering than "
                 f"{backbone.name} as loaded now; use the one of the run."
             )
+
+    def restore(self, clients: list[Client]) -> None:
+        """Give the clients their buckets and experts back."""
+        for client, record in zip(clients, self.meta["clients"], strict=True):
+            client.buckets = [np.array(b, dtype=int) for b in record["buckets"]]
+            client.assignment, client.note = record["assignment"], record["note"]
 
     def state(self, layers: dict[str, torch.nn.Linear], device: torch.device, prefix: str = "") -> ServerState:
         """The last round's state."""

@@ -186,7 +186,7 @@ def scalars(event: str, values: dict[str, Any]) -> dict[str, float]:
     out: dict[str, float] = {}
     if event == "round":
         out |= {"train/loss": values["train_loss"], "train/tokens": values["tokens"]}
-        out["communication/upload_mb"] = values["upload_bytes"] / 1e6
+        out |= {f"communication/{way}_mb": values[f"bytes_{way}"] / 1e6 for way in ("up", "down")}
         if len(values["client_losses"]) <= _MANY_CLIENTS:
             out |= {f"client/{name}/loss": loss for name, loss in values["client_losses"].items()}
             out |= {f"client/{name}/agreement": c for name, c in values["agreement"].items() if c is not None}

@@ -20,8 +20,6 @@ from fedweave.runs.workspace import TestSet, Workspace
 MAPPED = 1000  # prompts on the map
 AXES = 16  # principal axes kept of each
 
-BYTES = 4  # of a number: updates travel in float32
-
 
 def round_record(report: RoundReport) -> dict[str, Any]:
     """One round: losses, tokens, upload, and how each client agreed with the others."""
@@ -30,7 +28,8 @@ def round_record(report: RoundReport) -> dict[str, Any]:
     return {
         "train_loss": report.train_loss,
         "tokens": report.tokens,
-        "upload_bytes": BYTES * report.uploaded,
+        "bytes_up": report.traffic.up,
+        "bytes_down": report.traffic.down,
         "participants": names,
         "client_losses": dict(zip(names, report.losses, strict=True)),
         "agreement": {client.name: cosines[client.index] for client in report.participants},

@@ -23,7 +23,7 @@ from fedweave.runs.folder import Progress, RunFolder
 from fedweave.runs.live import LiveProgress
 from fedweave.runs.loggers import open_loggers, require_loggers
 from fedweave.runs.records import discovery_record, prompt_map, round_record, validation_record
-from fedweave.runs.summary import served_models, summarise
+from fedweave.runs.summary import peak_memory, served_models, summarise
 from fedweave.runs.testing import answer_scores
 from fedweave.runs.text import summary_text
 from fedweave.runs.workspace import Kept, Prepared, Workspace, prepare
@@ -59,6 +59,10 @@ def _execute(run: RunFolder, prepared: Prepared, console: Console) -> dict[str, 
     live = LiveProgress(run.path, prepared.config.training.rounds)
     console.on_progress = live.phase
     workspace = prepared.build(console)
+    if (
+        workspace.backbone.device.type == "cuda"
+    ):  # the peak is to be this run's, not an earlier one's in the process
+        torch.cuda.reset_peak_memory_stats(workspace.backbone.device)
     method = build_method(workspace.config)
     if method.uses_labels:
         console.warn(f"{workspace.config.method} is told every task label: an upper bound, not a method.")
@@ -107,6 +111,7 @@ def _execute(run: RunFolder, prepared: Prepared, console: Console) -> dict[str, 
         "until_last_round_s": round(training_seconds, 2),
         "total_s": round(earlier + time.monotonic() - started, 2),
         "phases_s": {label: round(seconds, 2) for label, seconds in console.spent.items()},
+        "peak_memory_bytes": peak_memory(workspace.backbone.device),
     }
     run.write_json("summary.json", summary)
     run.loggers.test(summary)

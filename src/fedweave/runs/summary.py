@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import platform
 import subprocess
+import sys
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -16,9 +17,10 @@ from fedweave.console import Console
 from fedweave.evaluation.audit import per_task
 from fedweave.evaluation.losses import example_losses
 from fedweave.federation.checkpoint import write_atomic
+from fedweave.federation.client import Client
 from fedweave.inference.model import RoutedModel
 from fedweave.methods import build_method
-from fedweave.methods.base import ServerState
+from fedweave.methods.base import Method, ServerState
 from fedweave.runs.folder import Progress, RunFolder
 from fedweave.runs.testing import evaluate_models, routed_models
 from fedweave.runs.workspace import Workspace
@@ -56,12 +58,14 @@ def summarise(run: RunFolder, workspace: Workspace, progress: Progress, console:
         "notes": [*workspace.data.notes, *([workspace.backbone.note] if workspace.backbone.note else [])],
         "clients": len(clients),
         "examples": sum(len(c) for c in clients),
+        "train_tokens": sum(len(e.ids) for c in clients for e in c.data.examples),
         "buckets": sum(len(c.buckets) for c in clients),
         "experts": progress.state.layout.experts,
         "parameters": {
             "experts": progress.state.layout.size,
             "router": progress.state.phi.numel() if progress.state.phi is not None else 0,
         },
+        "trained_parameters": trained_parameters(build_method(config), clients, progress.state),
         "rounds": progress.completed,
         "validation": {"best_round": progress.best_round, "best_loss": progress.best_loss},
         "audit": discovery.get("audit"),
@@ -70,6 +74,19 @@ def summarise(run: RunFolder, workspace: Workspace, progress: Progress, console:
         "config": to_tree(config),
         "environment": environment(workspace.backbone.device),
     }
+
+
+def trained_parameters(method: Method, clients: list[Client], state: ServerState) -> int:
+    """Numbers that training moves at some client: all experts and router copies but for what a method freezes."""
+    trained = torch.zeros(state.layout.size, dtype=torch.bool)
+    routers = 0
+    for client in clients:
+        lane = method.lane(client, state, 0)
+        trained |= lane.trainable.cpu() if lane.trainable is not None else torch.ones_like(trained)
+        routers = state.phi.numel() if state.phi is not None and lane.train_router else routers
+        if trained.all():
+            break
+    return int(trained.sum()) + routers
 
 
 def served_models(workspace: Workspace, state: ServerState) -> list[RoutedModel]:
@@ -98,6 +115,18 @@ def environment(device: torch.device) -> dict[str, Any]:
             continue
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else platform.machine()
     return {"versions": packages, "device": f"{device.type}: {name}", "commit": _commit()}
+
+
+def peak_memory(device: torch.device) -> int | None:
+    """Most bytes in use so far: tensors on a GPU, the whole process on a CPU (where the system tells)."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    try:
+        import resource
+    except ImportError:  # Windows
+        return None
+    unit = 1 if sys.platform == "darwin" else 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
 
 
 def _commit() -> str | None:
