@@ -82,3 +82,11 @@ def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 def shade(weight: float) -> str:
     """A share between 0 and 1 as a figure and a block whose darkness repeats it."""
     return f"{weight:.2f} {' ░▒▓█'[min(4, int(weight * 5))]}"
+
+
+def duration(seconds: float) -> str:
+    """Seconds as people say them."""
+    if seconds < 100:
+        return f"{seconds:.0f} s"
+    minutes = round(seconds / 60)
+    return f"{minutes} min" if minutes < 100 else f"{minutes // 60} h {minutes % 60} min"

@@ -1,11 +1,9 @@
 """`fedweave watch`: after a run, while one goes on, and before the first round."""
 
 import json
-import subprocess
-import sys
+import os
+import threading
 import time
-
-import pytest
 
 from fedweave.cli import main
 from fedweave.report.live import render, seconds_left, sparkline
@@ -44,25 +42,29 @@ def test_no_run_is_one_sentence(tmp_path, capsys):
     assert "no run folder" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("verb", ["watch", "report"])
-def test_it_follows_a_run_that_goes_on(tmp_path, small, verb):
+def test_it_follows_a_run_that_goes_on(tmp_path, small, capsys):
     folder = tmp_path / "run"
-    command = [sys.executable, "-m", "fedweave.cli"]
-    run = subprocess.Popen(
-        [*command, "run", "quickstart", *small, "training.rounds=12", f"output={folder}", "--quiet"]
+    arguments = ["run", "quickstart", *small, "training.rounds=6", f"output={folder}", "--quiet"]
+    run = threading.Thread(target=main, args=[arguments])
+    run.start()
+    while not (folder / "progress.json").exists() and run.is_alive():
+        time.sleep(0.02)
+    assert main(["watch", str(folder)]) == 0
+    shown = capsys.readouterr().out
+    run.join()
+    assert "running" in shown and shown.rstrip().splitlines()[-1].startswith("  test, best round")
+    assert read_run(folder).state == "finished"
+
+
+def test_the_page_is_written_again_until_the_run_ends(finished, monkeypatch, capsys):
+    monkeypatch.setattr("fedweave.report.REFRESH", 0.1)
+    done = (finished / "progress.json").read_text()
+    (finished / "progress.json").write_text(
+        json.dumps({**json.loads(done), "state": "running", "pid": os.getpid()})
     )
-    try:
-        while not (folder / "progress.json").exists():
-            assert run.poll() is None
-            time.sleep(0.05)
-        arguments = [str(folder), "--watch"] if verb == "report" else [str(folder)]
-        seen = subprocess.run([*command, verb, *arguments], capture_output=True, text=True, timeout=120)
-    finally:
-        assert run.wait(timeout=120) == 0
-    assert seen.returncode == 0, seen.stderr
-    if verb == "watch":
-        assert "running" in seen.stdout and seen.stdout.rstrip().splitlines()[-1].startswith("  test, best round")
-        assert read_run(folder).state == "finished"
-    else:
-        page = (folder / "report.html").read_text()
-        assert "refreshes itself" in seen.stderr and 'http-equiv="refresh"' not in page and ">finished<" in page
+    end = threading.Timer(0.5, lambda: (finished / "progress.json").write_text(done))
+    end.start()
+    assert main(["report", str(finished), "--watch"]) == 0
+    page = (finished / "report.html").read_text()
+    assert "refreshes itself" in capsys.readouterr().err and 'http-equiv="refresh"' not in page
+    assert ">finished<" in page

@@ -14,6 +14,7 @@ FIGURES = {
     "test-score", "test-loss", "loss-by-task", "training-loss", "mixture", "client-agreement", "router-entropy",
     "expert-load", "prompts-bucket", "prompts-expert", "prompts-task", "signatures", "silhouettes",
     "clients-experts", "routing-fedweave", "sparse-trade-off", "loss-for-bytes", "time", "round-times",
+    "contamination", "effective-budget",
 }  # fmt: skip
 
 
@@ -45,23 +46,33 @@ def page_of(folder, *arguments):
     return (folder / "report.html").read_text()
 
 
-def test_a_finished_run_gives_every_chapter_and_every_figure(finished):
-    text = page_of(finished)
+@pytest.fixture(scope="module")
+def written(finished_once, tmp_path_factory):
+    """A finished and diagnosed run with its report."""
+    folder = shutil.copytree(finished_once, tmp_path_factory.mktemp("written") / "run")
+    assert main(["diagnose", str(folder), "--quiet"]) == 0
+    page_of(folder)
+    return folder
+
+
+def test_a_finished_run_gives_every_chapter_and_every_figure(written):
+    text = (written / "report.html").read_text()
     outline = Outline(text)
     assert outline.sections == [
-        "findings", "results", "clients", "experts", "prompts", "routing", "inference", "costs", "setup"
+        "findings", "results", "clients", "experts", "prompts", "routing", "inference", "theory", "costs",
+        "setup",
     ]  # fmt: skip
     shown = {i.removeprefix("figure-") for i in outline.ids if i.startswith("figure-")}
     assert shown == FIGURES
-    assert {p.stem for p in (finished / "figures").glob("*.png")} == FIGURES
-    assert {p.stem for p in (finished / "figures").glob("*.svg")} == FIGURES
-    summary = json.loads((finished / "summary.json").read_text())
+    assert {p.stem for p in (written / "figures").glob("*.png")} == FIGURES
+    assert {p.stem for p in (written / "figures").glob("*.svg")} == FIGURES
+    summary = json.loads((written / "summary.json").read_text())
     assert f"<b>{summary['test']['best']['score']['macro']:.3f}</b>" in text
     assert "http-equiv" not in text, "a finished run does not reload itself"
 
 
-def test_the_page_is_one_file_with_unique_names(finished):
-    text = page_of(finished)
+def test_the_page_is_one_file_with_unique_names(written):
+    text = (written / "report.html").read_text()
     outline = Outline(text)
     assert outline.fetches == [] and "script" not in outline.tags and "link" not in outline.tags
     assert not re.search(r"@import|url\((?!#|data:)", text)
@@ -70,12 +81,12 @@ def test_the_page_is_one_file_with_unique_names(finished):
     assert referred <= set(outline.ids)
 
 
-def test_figures_follow_the_theme(finished):
-    text = page_of(finished)
+def test_figures_follow_the_theme(written):
+    text = (written / "report.html").read_text()
     drawings = "".join(re.findall(r"<svg.*?</svg>", text, re.DOTALL))
     assert "var(--ink)" in drawings and "var(--c0)" in drawings
     assert not re.findall(r"#(?:1f2328|656d76|d8dee4|0072b2|d55e00)\b", drawings), "a fixed colour is left"
-    saved = (finished / "figures" / "mixture.svg").read_text()
+    saved = (written / "figures" / "mixture.svg").read_text()
     assert "var(" not in saved and "#0072b2" in saved
 
 
@@ -92,7 +103,13 @@ def test_an_older_run_says_what_is_missing(finished):
     old = [{k: v for k, v in line.items() if k not in new} for line in lines]
     (finished / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in old))
     text = page_of(finished)
-    for word in ("the map of prompts", "expert load", "bytes", "whether clients pull together", "losses by client"):
+    for word in (
+        "the map of prompts",
+        "expert load",
+        "bytes by round",
+        "whether clients pull together",
+        "losses by client",
+    ):
         assert f"Not shown: {word}" in text
     assert 'id="figure-mixture"' in text, "tasks are found again in the manifest"
 

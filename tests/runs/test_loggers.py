@@ -16,8 +16,8 @@ VALIDATION = {
     "expert_load": [0.75, 0.25],
 }  # fmt: skip
 ROUND = {
-    "round": 2, "train_loss": 0.5, "tokens": 100, "bytes_up": 2_000_000, "bytes_down": 3_000_000, "client_losses": {"a:b": 0.5},
-    "agreement": {"a:b": None},
+    "round": 2, "train_loss": 0.5, "tokens": 100, "bytes_up": 2_000_000, "bytes_down": 3_000_000,
+    "client_losses": {"a:b": 0.5}, "agreement": {"a:b": None},
 }  # fmt: skip
 
 
@@ -27,7 +27,8 @@ def test_events_become_named_figures():
         "experts/load/0": 0.75, "experts/load/1": 0.25,
     }  # fmt: skip
     assert scalars("round", ROUND) == {
-        "train/loss": 0.5, "train/tokens": 100, "communication/up_mb": 2.0, "communication/down_mb": 3.0, "client/a_b/loss": 0.5,
+        "train/loss": 0.5, "train/tokens": 100, "communication/up_mb": 2.0, "communication/down_mb": 3.0,
+        "client/a_b/loss": 0.5,
     }  # fmt: skip
 
 

@@ -56,7 +56,9 @@ def discovery_lines(once: Discovery) -> str:
     return "\n".join(lines)
 
 
-def spent_table(spent: list[Spent]) -> str:
+def spent_rows(spent: list[Spent]) -> list[list[str]]:
+    """What, predicted, measured, remark."""
+
     def show(value: float | None, unit: str) -> str:
         if value is None:
             return "–"
@@ -68,5 +70,8 @@ def spent_table(spent: list[Spent]) -> str:
             return f"{value:.1f} s"
         return f"{value / 1e9:.1f} GFLOP/s" if unit == "FLOP/s" else f"{value:,.0f}"
 
-    rows = [[row.what, show(row.predicted, row.unit), show(row.measured, row.unit), row.note] for row in spent]
-    return table(["this run", "predicted", "measured", ""], rows)
+    return [[row.what, show(row.predicted, row.unit), show(row.measured, row.unit), row.note] for row in spent]
+
+
+def spent_table(spent: list[Spent]) -> str:
+    return table(["this run", "predicted", "measured", ""], spent_rows(spent))

@@ -51,7 +51,8 @@ def measure_conflict(subject: Subject, sample: Sample, console: Console) -> dict
     for name, (layout, router, theta, phi) in adapters.items():
         lanes = [
             sample_lane(
-                data, np.flatnonzero(pattern == k), theta, phi, batches, sample.batch_size, config.seed, "pattern", k
+                data, np.flatnonzero(pattern == k), theta, phi, batches, sample.batch_size, config.seed, "pattern",
+                k,
             )
             for k in range(len(subject.patterns))
         ]  # fmt: skip

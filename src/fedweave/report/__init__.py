@@ -8,7 +8,6 @@ from pathlib import Path
 
 import fedweave
 from fedweave.errors import UserError
-from fedweave.federation.checkpoint import write_atomic
 from fedweave.report.records import find_runs, group_runs
 
 REFRESH = 5  # seconds between two looks at a run that goes on
@@ -23,6 +22,7 @@ def write_report(paths: Sequence[Path], output: Path | None = None) -> tuple[Pat
     require_matplotlib()
     from jinja2 import Environment
 
+    from fedweave.federation.checkpoint import write_atomic
     from fedweave.report.sections import all_sections, cards, lead_run
 
     if output is None and len(paths) > 1:

@@ -7,9 +7,8 @@ import sys
 import time
 from pathlib import Path
 
-from fedweave.console import table
+from fedweave.console import duration, table
 from fedweave.report.records import RunRecord, read_run
-from fedweave.report.sections import duration
 
 _PAUSE = 1.0
 _BLOCKS = "▁▂▃▄▅▆▇█"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -10,8 +9,12 @@ from typing import Any
 import numpy as np
 import yaml
 
-from fedweave.console import table
-from fedweave.report import curves, maps, tradeoffs
+from fedweave.analysis.findings import render
+from fedweave.analysis.ledger import spent_rows
+from fedweave.analysis.spent import run_costs
+from fedweave.console import duration, table
+from fedweave.errors import UserError
+from fedweave.report import curves, maps, theory, tradeoffs
 from fedweave.report.findings import Finding, by_level, findings
 from fedweave.report.records import Group, RunRecord
 from fedweave.report.style import Picture
@@ -70,6 +73,7 @@ def all_sections(groups: Sequence[Group]) -> list[Section]:
         _routing(groups, lead),
         _inference(groups, lead),
         _heterogeneity(groups),
+        _theory(lead),
         _costs(groups, lead),
         _what_was_run(groups, lead),
     ]
@@ -207,23 +211,37 @@ def _heterogeneity(groups: Sequence[Group]) -> Section:
     return Section("heterogeneity", "Heterogeneity").show(*tradeoffs.heterogeneity(groups))
 
 
+def _theory(lead: RunRecord) -> Section:
+    section = Section("theory", "The theory at work")
+    if lead.diagnostics is None:
+        section.lacks(
+            lead.experts > 1, f"the paper's theory on this run: measure it with fedweave diagnose {lead.path}."
+        )
+        return section
+    titles = {
+        "conflict": "Gradient conflict",
+        "contamination": "Contamination",
+        "effective_budget": "Effective budget",
+        "router_paths": "Router paths",
+        "routing_risk": "Routing risk",
+    }
+    verdicts = lead.diagnostics["verdicts"]
+    section.findings = [Finding(v["level"], titles[v["about"]], v["text"]) for v in verdicts]
+    section.show(theory.contamination(lead), theory.effective_budget(lead))
+    section.folded.append({"title": "all figures of the diagnosis", "text": render(lead.diagnostics)})
+    return section
+
+
 def _costs(groups: Sequence[Group], lead: RunRecord) -> Section:
     section = Section("costs", "Communication and time")
-    if lead.rounds and "bytes_up" in lead.rounds[-1]:
-        last = lead.rounds[-1]
-        clients = len(last["participants"])
-        rows = [
-            ["uploaded by a client in a round, mean", size(last["bytes_up"] / clients)],
-            ["uploaded by all clients, whole run", size(sum(e["bytes_up"] for e in lead.rounds))],
-            ["answer and prompt tokens trained on", f"{sum(e['tokens'] for e in lead.rounds):,}"],
-        ]
-        if lead.summary:
-            down = 4 * sum(lead.summary["parameters"].values())
-            rows.insert(1, ["broadcast to a client in a round", size(down)])
-            rows.append(["whole time", duration(lead.summary["timing"]["total_s"])])
-        section.tables.append(Table(["costs", lead.name], rows))
+    try:
+        section.tables.append(
+            Table(["this run", "predicted", "measured", ""], spent_rows(run_costs(lead.path).spent))
+        )
+    except UserError as error:
+        section.missing.append(f"costs: {error}")
     section.show(tradeoffs.loss_for_bytes(groups), tradeoffs.time_spent(lead), tradeoffs.round_times(lead))
-    section.lacks(bool(lead.rounds) and "bytes_up" not in lead.rounds[-1], "bytes: an older run.")
+    section.lacks(bool(lead.rounds) and "bytes_up" not in lead.rounds[-1], "bytes by round: an older run.")
     return section
 
 
@@ -282,15 +300,3 @@ def cards(groups: Sequence[Group]) -> list[dict[str, str]]:
     seconds = (lead.summary or {}).get("timing", {}).get("total_s")
     card("time", duration(seconds) if seconds else None)
     return made
-
-
-def size(count: float) -> str:
-    power = min(3, int(math.log(count, 1000))) if count >= 1 else 0
-    return f"{count / 1000**power:.3g} {('B', 'kB', 'MB', 'GB')[power]}"
-
-
-def duration(seconds: float) -> str:
-    if seconds < 100:
-        return f"{seconds:.0f} s"
-    minutes = round(seconds / 60)
-    return f"{minutes} min" if minutes < 100 else f"{minutes // 60} h {minutes % 60} min"
