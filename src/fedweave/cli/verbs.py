@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import argparse
+import os
+import shlex
 from collections.abc import Callable
 
 from fedweave.console import Console
@@ -27,6 +29,11 @@ def overrides(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "overrides", nargs="*", metavar="key=value", help="config overrides, as in training.rounds=5"
     )
+
+
+def with_environment(typed: list[str]) -> list[str]:
+    """Settings of this machine from FEDWEAVE_OVERRIDES ("key=value …"), then what was typed, which wins."""
+    return [*shlex.split(os.environ.get("FEDWEAVE_OVERRIDES", "")), *typed]
 
 
 def quiet(parser: argparse.ArgumentParser) -> None:

@@ -16,7 +16,8 @@ REFRESH = 5  # seconds between two looks at a run that goes on
 def write_report(paths: Sequence[Path], output: Path | None = None) -> tuple[Path, bool]:
     """Write the page and its figures; returns the page and whether some run is still going on.
 
-    One folder gets its report inside, as report.html and figures/; several need an output."""
+    One folder gets its report inside, as report.html and figures/; several need an output. Figures become files once
+    all runs have ended."""
     from fedweave.report.style import require_matplotlib
 
     require_matplotlib()
@@ -58,10 +59,11 @@ def write_report(paths: Sequence[Path], output: Path | None = None) -> tuple[Pat
     try:
         page.parent.mkdir(parents=True, exist_ok=True)
         folder = page.parent / ("figures" if output is None else f"{page.stem}-figures")
-        folder.mkdir(exist_ok=True)
-        for section in sections:
-            for picture in section.pictures:
-                picture.save(folder)
+        if not running:  # files can wait; a page that refreshes itself must be quick
+            folder.mkdir(exist_ok=True)
+            for section in sections:
+                for picture in section.pictures:
+                    picture.save(folder)
     except OSError as error:
         raise UserError(f"the report {page} cannot be written: {error.strerror}.") from None
     write_atomic(page, text)

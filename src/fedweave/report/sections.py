@@ -86,7 +86,9 @@ def _findings(groups: Sequence[Group], lead: RunRecord) -> Section:
         section.intro = f"About {lead.path}, which stands for the rest wherever one run is shown."
     seeds = max(len(g.runs) for g in groups)
     if seeds == 1:
-        text = "Repeat with other seeds before you trust a small difference: fedweave compare RECIPE seed=42,43,44."
+        text = (
+            "Repeat with other seeds before you trust a small difference: `fedweave compare RECIPE seed=42,43,44`."
+        )
         section.findings = by_level([*section.findings, Finding("note", "One seed", text)])
     return section
 
