@@ -16,8 +16,8 @@ REFRESH = 5  # seconds between two looks at a run that goes on
 def write_report(paths: Sequence[Path], output: Path | None = None) -> tuple[Path, bool]:
     """Write the page and its figures; returns the page and whether some run is still going on.
 
-    One folder gets its report inside, as report.html and figures/; several need an output. Figures become files once
-    all runs have ended."""
+    One folder gets its report inside, as report.html and figures/; several need an output. Figures become files
+    once all runs have ended."""
     from fedweave.report.style import require_matplotlib
 
     require_matplotlib()
