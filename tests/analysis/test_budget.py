@@ -1,11 +1,13 @@
 """Costs: the paper's own figures to the digit, from configurations alone, and counts that real runs confirm."""
 
 import json
+import shutil
 
 import pytest
 
 from fedweave.analysis.budget import PAYLOADS, predict, training_memory
 from fedweave.analysis.shapes import model_shape
+from fedweave.analysis.spent import run_costs
 from fedweave.cli import main
 from fedweave.config import load_config
 from fedweave.errors import UserError
@@ -49,7 +51,7 @@ def test_what_a_client_sends_and_receives(llama):
     fedweave, router = budget.methods["fedweave"], 1_575_428
     assert fedweave.down == fedweave.trainable == 9_175_040 + router
     assert fedweave.up == 9_175_040 // 2 + router  # inactive experts are omitted
-    assert budget.round_bytes("fedweave") == (2 * fedweave.up, 2 * fedweave.down)
+    assert budget.round_bytes("fedweave") == (2 * fedweave.up, 4 * fedweave.down)  # broadcasts are float32
     # 28 layers of rank 32: B is out q 3072 + out v 1024, A twice the width
     assert budget.methods["ffa-lora"].up == 28 * 32 * 4096
     assert budget.methods["fedsa-lora"].up == 28 * 32 * 6144
@@ -79,8 +81,8 @@ def test_memory_counts_weights_states_and_activations(llama):
 
 
 def test_an_unknown_precision_or_module_is_one_sentence(llama):
-    with pytest.raises(UserError, match="did you mean 'float16'"):
-        predict(llama, PAPER, precision="flaot16")
+    with pytest.raises(UserError, match="did you mean 'float32'"):
+        predict(llama, PAPER, precision="flaot32")
     with pytest.raises(UserError, match="'query' matches no layer of meta-llama"):
         predict(llama, load_config("paper", ["experts.target_modules=query"]))
 
@@ -106,7 +108,7 @@ def test_the_verb_prints_table_5_for_both_backbones(capsys):
 def test_settings_change_the_budget(capsys, model_folder):
     one = json.loads(says(capsys, "paper", "experts=1", "precision=int8", "buckets=2", "rank=4", "--json"))[0]
     assert one["methods"]["fedweave"]["experts"] == 1 and one["methods"]["fedweave"]["rank"] == 4
-    assert one["methods"]["fedit"]["up_bytes"] == one["methods"]["fedit"]["up"] == 9_175_040
+    assert one["methods"]["fedit"]["up_bytes"] == 9_175_040 + 9_175_040 // 256 * 4  # with a scale for every 256
     assert one["discovery"]["warmup_ratio"] == 0.1
     tiny = json.loads(says(capsys, str(model_folder("gemma2")), "--json"))[0]
     # 2 layers, rank 32: in 32 and 32, out 4·8 and 2·8
@@ -143,6 +145,22 @@ def test_mistakes_are_one_sentence(argv, message, capsys):
     assert main(["budget", *argv]) == 2
     error = capsys.readouterr().err
     assert message in error and error.count("\n") == 1
+
+
+def test_counted_bytes_stand_beside_their_prediction(tiny_run, tmp_path):
+    """An engine that counts what it sends logs bytes_up per client and bytes_down per participant."""
+    folder = shutil.copytree(tiny_run(), tmp_path / "run")
+    events = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    for event in events:
+        if event["event"] == "round":
+            event |= {"bytes_up": {"client_0": 7, "client_1": 5}, "bytes_down": 10}
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(event) + "\n" for event in events))
+    rows = {row.what: row for row in run_costs(folder).spent}
+    assert rows["sent by clients"].measured == 3 * 12 and rows["sent to clients"].measured == 3 * 3 * 10
+    # three clients receive everything in three rounds; they send only the experts that they serve
+    budget = run_costs(folder).budget
+    assert rows["sent to clients"].predicted == 9 * budget.round_bytes("fedweave")[1]
+    assert 0 < rows["sent by clients"].predicted <= 9 * budget.round_bytes("fedweave")[0]
 
 
 def test_a_run_takes_no_other_settings(tiny_run, capsys):

@@ -15,8 +15,9 @@ from fedweave.errors import UserError, nearest
 from fedweave.experts.layout import AdapterLayout
 from fedweave.router.mlp import RouterLayout
 
-PRECISIONS = {"float32": 4, "bfloat16": 2, "float16": 2, "int8": 1}
-_SIGNATURE_BYTES = 4  # signatures travel in float32, whatever the updates do
+# Bytes of one number in an update; int8 has one float32 scale for every 256 numbers.
+PRECISIONS = {"float32": 4.0, "bfloat16": 2.0, "int8": 1 + 4 / 256}
+_FULL = 4  # signatures, warmup adapters and what the server broadcasts travel in float32
 
 
 @dataclass(frozen=True)
@@ -108,19 +109,15 @@ class Budget:
 
     model: str
     parameters: int  # of the frozen backbone
-    precision: str  # of what travels
+    precision: str  # of the updates that clients send
     rounds: int
     methods: dict[str, Payload]
     discovery: Discovery
 
-    @property
-    def bytes_per_number(self) -> int:
-        return PRECISIONS[self.precision]
-
     def round_bytes(self, method: str) -> tuple[int, int]:
         """(sent, received) by one client in one round, at most."""
         payload = self.methods[method]
-        return payload.up * self.bytes_per_number, payload.down * self.bytes_per_number
+        return round(payload.up * PRECISIONS[self.precision]), payload.down * _FULL
 
     def as_dict(self) -> dict:
         tree = asdict(self)
@@ -148,7 +145,6 @@ def predict(
     training, warm_start = config.training, config.router.warm_start
     steps = training.rounds * training.local_steps
     warmup = buckets * config.discovery.warmup_steps
-    number = PRECISIONS[precision]
     return Budget(
         model=shape.name,
         parameters=shape.parameters,
@@ -158,13 +154,13 @@ def predict(
         discovery=Discovery(
             buckets=buckets,
             signature_numbers=stacked.signature_size,
-            signature_bytes=stacked.signature_size * _SIGNATURE_BYTES,
-            client_bytes=buckets * stacked.signature_size * _SIGNATURE_BYTES,
-            adapter_bytes=sizes.expert * number,
+            signature_bytes=stacked.signature_size * _FULL,
+            client_bytes=buckets * stacked.signature_size * _FULL,
+            adapter_bytes=sizes.expert * _FULL,
             warmup_steps=warmup,
             training_steps=steps,
             warmup_ratio=warmup / steps if steps else float("inf"),
-            warm_start_bytes=warm_start.rounds * router.size * number if warm_start.enabled else 0,
+            warm_start_bytes=warm_start.rounds * router.size * _FULL if warm_start.enabled else 0,
         ),
     )
 

@@ -29,7 +29,7 @@ def parameter_table(budgets: list[Budget]) -> str:
 
 def traffic_table(budget: Budget) -> str:
     header = [
-        f"bytes of one client, {budget.precision}",
+        f"bytes of one client, updates in {budget.precision}",
         "sends a round",
         "receives a round",
         f"{budget.rounds} rounds",

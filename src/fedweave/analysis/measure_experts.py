@@ -30,6 +30,7 @@ def measure_conflict(subject: Subject, sample: Sample, console: Console) -> dict
     state, engine, config = subject.state, subject.workspace.engine, subject.workspace.config
     data = pooled([client.data for client in subject.clients])
     pattern = np.concatenate(subject.pattern)
+    members_of = [np.flatnonzero(pattern == k) for k in range(len(subject.patterns))]
     batches = sample.batches * len(sample.clients)
     single = state.layout.with_experts(1)
     fresh = single.initial(config.seed).to(engine.device)
@@ -50,12 +51,9 @@ def measure_conflict(subject: Subject, sample: Sample, console: Console) -> dict
     found = {}
     for name, (layout, router, theta, phi) in adapters.items():
         lanes = [
-            sample_lane(
-                data, np.flatnonzero(pattern == k), theta, phi, batches, sample.batch_size, config.seed, "pattern",
-                k,
-            )
-            for k in range(len(subject.patterns))
-        ]  # fmt: skip
+            sample_lane(data, members, theta, phi, batches, sample.batch_size, config.seed, "pattern", k)
+            for k, members in enumerate(members_of)
+        ]
         gradients = GradientMeter(engine, layout, router)(lanes, bar.advance)
         found[name] = gradients.theta
         if gradients.phi is not None:

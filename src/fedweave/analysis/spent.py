@@ -14,6 +14,7 @@ from fedweave.analysis.shapes import ModelShape, model_shape
 from fedweave.config import Config
 from fedweave.errors import UserError
 from fedweave.runs.folder import RunFolder
+from fedweave.settings import to_tree
 
 FLOP_PER_PARAMETER = 4  # forward 2, backward through frozen weights 2
 
@@ -38,7 +39,7 @@ class RunCosts:
     spent: list[Spent]
 
 
-def run_costs(folder: Path, precision: str = "float32") -> RunCosts:
+def run_costs(folder: Path, precision: str | None = None) -> RunCosts:
     """Costs of a run that has been through discovery; figures of the end are missing until it ends."""
     run, config = RunFolder.open(folder)
     discovery = _read(folder / "discovery.json")
@@ -53,7 +54,7 @@ def run_costs(folder: Path, precision: str = "float32") -> RunCosts:
     served = [len(set(client["experts"])) for client in clients]
     buckets = float(np.mean([len(client["buckets"]) for client in clients]))
     shape = model_shape(config.backbone.model, config.backbone.revision)
-    budget = predict(shape, config, experts, buckets, precision, max(served))
+    budget = predict(shape, config, experts, buckets, precision or _update_dtype(config), max(served))
     trained = budget.methods[config.method].trainable
     spent = [Spent("trained parameters", "numbers", trained, summary.get("trained_parameters"))]
     if discovers:
@@ -66,6 +67,10 @@ def run_costs(folder: Path, precision: str = "float32") -> RunCosts:
         *_time(shape, summary, rounds),
     ]
     return RunCosts(budget, discovers, spent)
+
+
+def _update_dtype(config: Config) -> str:
+    return to_tree(config).get("federation", {}).get("update_dtype", "float32")
 
 
 def _read(path: Path) -> dict[str, Any] | None:
@@ -100,17 +105,14 @@ def _bytes(
         predict(shape, config, experts, budget.discovery.buckets, budget.precision, n).round_bytes(config.method)
         for n in served
     ]
-    taking_part = np.mean([len(event["participants"]) for event in rounds]) / len(served) if rounds else 1.0
-    measured = {key: [event[key] for event in rounds if key in event] for key in ("bytes_up", "bytes_down")}
+    taking_part = float(np.mean([len(event["participants"]) for event in rounds])) / len(served) if rounds else 1.0
+    up = [sum(event["bytes_up"].values()) for event in rounds if "bytes_up" in event]
+    down = [event["bytes_down"] * len(event["participants"]) for event in rounds if "bytes_down" in event]
+    everyone = len(rounds) * taking_part
+    note = "all clients, all rounds"
     return [
-        Spent(
-            f"sent {direction}",
-            "bytes",
-            float(len(rounds) * taking_part * sum(pair[way] for pair in each)),
-            float(sum(measured[key])) if measured[key] else None,
-            "all clients, all rounds",
-        )
-        for way, (direction, key) in enumerate((("by clients", "bytes_up"), ("to clients", "bytes_down")))
+        Spent("sent by clients", "bytes", everyone * sum(u for u, _ in each), sum(up) or None, note),
+        Spent("sent to clients", "bytes", everyone * sum(d for _, d in each), sum(down) or None, note),
     ]
 
 

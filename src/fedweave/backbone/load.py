@@ -15,6 +15,7 @@ from safetensors import SafetensorError
 
 from fedweave.backbone import packing
 from fedweave.backbone.catalog import locate
+from fedweave.backbone.decoder import Decoder
 from fedweave.backbone.packing import Packed
 from fedweave.backbone.prompts import PromptFormat
 from fedweave.config import BackboneConfig
@@ -31,6 +32,7 @@ class Backbone:
     name: str
     note: str
     device: torch.device
+    fused: bool = True  # run known architectures through fused operations
 
     def __post_init__(self) -> None:
         packing.register()
@@ -43,6 +45,7 @@ class Backbone:
         capped = getattr(self.model.config, "attn_logit_softcapping", None) is not None
         self._decode_attention = "eager" if capped else "sdpa"
         self.model.set_attn_implementation(packing.ATTENTION)
+        self.decoder = Decoder(self.model) if self.fused and Decoder.fits(self.model) else None
         self.weights_hash = weights_hash(self.model)
         self._check_logits()
 
@@ -61,6 +64,8 @@ class Backbone:
 
     def hidden(self, packed: Packed, cache: Any = None) -> torch.Tensor:
         """Last hidden states after the final norm, [T, d]; a cache keeps every layer's keys and values."""
+        if self.decoder is not None and cache is None:
+            return self.decoder.hidden(packed)
         out = self.model.base_model(
             input_ids=packed.ids,
             position_ids=packed.positions,
@@ -170,6 +175,7 @@ def load_backbone(config: BackboneConfig) -> Backbone:
         name=config.model,
         note=located.note,
         device=device,
+        fused=config.fused,
     )
 
 

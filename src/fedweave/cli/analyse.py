@@ -6,7 +6,7 @@ import argparse
 from pathlib import Path
 from typing import Any
 
-from fedweave.cli.verbs import Verbs, last, overrides, quiet
+from fedweave.cli.verbs import Verbs, last, quiet
 from fedweave.config import Config, from_tree, load_config, recipe_names
 from fedweave.console import Console
 from fedweave.errors import UserError
@@ -42,7 +42,13 @@ def register(verbs: Verbs) -> None:
         "budget", _budget, "Parameters, bytes and steps of every method: fedweave budget MODEL experts=4 rank=8"
     )
     budget.add_argument("--json", action="store_true", help="print JSON instead of tables")
-    overrides(budget)
+    budget.add_argument(
+        "overrides",
+        nargs="*",
+        metavar="WHAT",
+        help="models, recipes or one run (empty: the paper's setting), and settings: experts=4 buckets=4 served=2 "
+        f"precision=bfloat16, {', '.join(_SHORT)} or any config key",
+    )
 
 
 def _diagnose(arguments: argparse.Namespace, console: Console) -> None:
