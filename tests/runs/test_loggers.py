@@ -16,7 +16,8 @@ VALIDATION = {
     "expert_load": [0.75, 0.25],
 }  # fmt: skip
 ROUND = {
-    "round": 2, "train_loss": 0.5, "tokens": 100, "bytes_up": 2_000_000, "bytes_down": 3_000_000,
+    "round": 2, "train_loss": 0.5, "tokens": 100, "bytes_up": {"a:b": 2_000_000},
+    "bytes_down": 3_000_000, "participants": ["a:b"],
     "client_losses": {"a:b": 0.5}, "agreement": {"a:b": None},
 }  # fmt: skip
 

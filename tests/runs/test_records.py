@@ -26,8 +26,8 @@ def finished(tmp_path, small):
 
 def test_a_run_records_what_the_report_shows(finished):
     discovery, embedding = read(finished, "discovery.json"), read(finished, "embedding.json")
-    for client in discovery["clients"].values():
-        assert [sum(tasks.values()) for tasks in client["bucket_tasks"]] == client["buckets"]
+    for name, client in discovery["clients"].items():
+        assert [sum(tasks.values()) for tasks in discovery["bucket_tasks"][name]] == client["buckets"]
     assert len(embedding["points"]) == len(embedding["tasks"]) == 48 and len(embedding["points"][0]) == 16
     assert set(embedding["experts"]) == set(range(discovery["experts"]))
     shares = embedding["explained"]
@@ -41,13 +41,6 @@ def test_a_run_records_what_the_report_shows(finished):
             assert set(event["client_losses"]) == set(event["agreement"]) == set(event["participants"])
             assert sum(event["client_losses"].values()) / 3 == pytest.approx(event["train_loss"])
             assert all(c is None or -1 <= c <= 1 for c in event["agreement"].values())
-    summary = read(finished, "summary.json")
-    per_expert = summary["parameters"]["experts"] // summary["experts"]
-    expected = sum(
-        len(set(c["experts"])) * per_expert + summary["parameters"]["router"] for c in discovery["clients"].values()
-    )
-    rounds = [e for e in events if e["event"] == "round"]
-    assert rounds[0]["bytes_up"] == 4 * expected, "with enough steps every bucket's expert is uploaded"
 
 
 def test_entropy_and_load_of_a_router_worked_out_by_hand():

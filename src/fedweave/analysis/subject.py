@@ -46,7 +46,7 @@ class Subject:
 
     @property
     def clients(self) -> list[Client]:
-        return self.workspace.engine.clients
+        return list(self.workspace.engine.clients)
 
     # ---------------------------------------------------------------------------------- patterns
 
@@ -139,7 +139,7 @@ def open_subject(folder: Path, which: str, console: Console) -> Subject:
         workspace.reveal_labels()
     newest = found[0]
     newest.check(config, workspace.backbone)
-    newest.restore(workspace.engine.clients)
+    workspace.engine.restore(newest.meta["clients"], newest.tensors)
     layers, device = workspace.engine.layers, workspace.backbone.device
     states = {s.meta["completed"]: s.state(layers, device) for s in found}
     states.setdefault(newest.meta["best_round"], newest.best(layers, device))

@@ -54,13 +54,24 @@ class Backbone:
         return self.head.dtype
 
     @cached_property
+    def identity(self) -> dict[str, str]:
+        """Hashes of the weights and of the tokenizer with its rendering: what all sites share. They are
+        the same in float32 and bfloat16, so that a model trained on a GPU answers on a laptop."""
+        rendering = json.dumps([self._vocabulary, self.prompts.settings()], sort_keys=True)
+        return {
+            "backbone": weights_hash(self.model, portable=True),
+            "tokenizer": hashlib.sha256(rendering.encode()).hexdigest(),
+        }
+
+    @cached_property
     def fingerprint(self) -> str:
-        """One name for weights, tokenizer and rendering: what must be equal for a checkpoint to fit. It is the same
-        in float32 and bfloat16, so that a model trained on a GPU answers on a laptop."""
-        vocabulary = hashlib.sha256(json.dumps(self.tokenizer.get_vocab(), sort_keys=True).encode()).hexdigest()
-        weights = weights_hash(self.model, portable=True)
-        text = json.dumps([weights, vocabulary, self.prompts.settings()], sort_keys=True)
-        return hashlib.sha256(text.encode()).hexdigest()[:32]
+        """One name for weights, tokenizer and rendering: what must be equal for a checkpoint to fit."""
+        parts = [self.identity["backbone"], self._vocabulary, self.prompts.settings()]
+        return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:32]
+
+    @cached_property
+    def _vocabulary(self) -> str:
+        return hashlib.sha256(json.dumps(self.tokenizer.get_vocab(), sort_keys=True).encode()).hexdigest()
 
     def hidden(self, packed: Packed, cache: Any = None) -> torch.Tensor:
         """Last hidden states after the final norm, [T, d]; a cache keeps every layer's keys and values."""

@@ -32,9 +32,10 @@ class Agreement:
         """Per client the cosine with the weighted mean of all others on its experts; None where it is alone."""
         if not self.seen:
             return {}
-        total = torch.stack([values * weights for values, weights in self.seen.values()]).sum(0)
+        seen = dict(sorted(self.seen.items()))  # the order of arrival decides nothing
+        total = torch.stack([values * weights for values, weights in seen.values()]).sum(0)
         out: dict[int, float | None] = {}
-        for client, (values, weights) in self.seen.items():
+        for client, (values, weights) in seen.items():
             rest = (total - values * weights) * (weights > 0)
             norms = (values.norm() * rest.norm()).item()
             out[client] = (values @ rest).item() / norms if norms > 1e-20 else None

@@ -78,7 +78,7 @@ def _losses(run: RunRecord) -> str:
     names = {**run.tasks, "macro": "macro average"} if len(run.tasks) > 1 else dict(run.tasks)
     rows = []
     for task, title in names.items():
-        values = [event["tasks"][task] for event in run.validations if task in event["tasks"]]
+        values = [event["tasks"][task] for event in run.validations if task in event.get("tasks", {})]
         if values:
             rows.append([title, f"{values[0]:.3f}", f"{min(values):.3f}", f"{values[-1]:.3f}", sparkline(values)])
     if run.rounds:

@@ -68,9 +68,10 @@ def feeding(run: RunRecord) -> Picture | None:
 def _prototypes(run: RunRecord) -> list[dict[str, Any]]:
     """Every bucket in the order of the signatures: client, expert, size and, where known, its main task."""
     rows = []
+    known = (run.discovery or {}).get("bucket_tasks", {})
     for name, client in (run.discovery or {}).get("clients", {}).items():
         for c, (size, expert) in enumerate(zip(client["buckets"], client["experts"], strict=True)):
-            tasks = client.get("bucket_tasks", [{}] * len(client["buckets"]))[c]
+            tasks = known[name][c] if name in known else {}
             main = max(tasks, key=lambda t: tasks[t]) if tasks else None
             rows.append({"client": name, "bucket": c, "size": size, "expert": expert, "task": main})
     return rows

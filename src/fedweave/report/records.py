@@ -77,14 +77,13 @@ class RunRecord:
     @property
     def best(self) -> dict[str, Any] | None:
         """The test of the best round."""
-        return self.summary["test"]["best"] if self.summary else None
+        return self.summary["test"].get("best") if self.summary else None
 
     @cached_property
     def mixture(self) -> dict[str, dict[str, int]]:
         """Examples of every client by task; from the audit's counts, else from where the rows came from."""
-        clients = (self.discovery or {}).get("clients", {})
-        if clients and all("bucket_tasks" in c for c in clients.values()):
-            return {name: _total(c["bucket_tasks"]) for name, c in clients.items()}
+        if known := (self.discovery or {}).get("bucket_tasks"):
+            return {name: _total(buckets) for name, buckets in known.items()}
         counts: dict[str, dict[str, int]] = {}
         for name, origins in self.manifest.get("clients", {}).items():
             counts[name] = {}
@@ -103,7 +102,8 @@ class RunRecord:
         for name, client in (self.discovery or {}).get("clients", {}).items():
             row = [0] * self.experts
             for size, expert in zip(client["buckets"], client["experts"], strict=True):
-                row[expert] += size
+                if expert >= 0:  # a latecomer's bucket may fit no expert
+                    row[expert] += size
             out[name] = row
         return out
 
@@ -120,9 +120,8 @@ class RunRecord:
     @property
     def entropy(self) -> float | None:
         """Router entropy at the last validation as a share of its largest value, log M."""
-        if not self.validations or self.experts < 2:
-            return None
-        return self.validations[-1]["router_entropy"] / math.log(self.experts)
+        entropy = self.validations[-1]["router_entropy"] if self.validations else None
+        return None if entropy is None or self.experts < 2 else entropy / math.log(self.experts)
 
 
 @dataclass
@@ -137,7 +136,8 @@ class Group:
         return self.runs[0]
 
     def finished(self) -> list[RunRecord]:
-        return [run for run in self.runs if run.summary]
+        """Runs with test results."""
+        return [run for run in self.runs if run.best]
 
     def curve(self, key: str, task: str | None = None) -> dict[int, list[float]]:
         """Round to one value per seed: a figure of the validation events, or of the round events."""

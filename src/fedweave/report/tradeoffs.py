@@ -89,7 +89,7 @@ def loss_for_bytes(groups: Sequence[Group]) -> Picture | None:
     for i, group in enumerate(shown):
         sent, total = {0: 0.0}, 0.0
         for event in group.first.rounds:
-            total += event.get("bytes_up", 0) / 1e6
+            total += sum(event.get("bytes_up", {}).values()) / 1e6
             sent[event["round"]] = total
         curve = {t: v for t, v in group.curve("tasks", "macro").items() if t in sent}
         ax.plot([sent[t] for t in curve], [np.mean(v) for v in curve.values()], marker="o", markersize=3.2,

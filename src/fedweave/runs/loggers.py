@@ -146,7 +146,9 @@ class Loggers:
 
     def test(self, summary: dict[str, Any]) -> None:
         """The figures at the end, at the best round's step."""
-        best = summary["test"]["best"]
+        best = summary["test"].get("best")
+        if best is None:  # a federation whose server has no test set
+            return
         values = {f"test/loss/{task}": value for task, value in best["loss"][best["used"]].items()}
         values |= {f"test/score/{task}": value for task, value in best.get("score", {}).items()}
         self._each(lambda logger: logger.log(_clean(values), summary["rounds"]))
@@ -186,15 +188,18 @@ def scalars(event: str, values: dict[str, Any]) -> dict[str, float]:
     out: dict[str, float] = {}
     if event == "round":
         out |= {"train/loss": values["train_loss"], "train/tokens": values["tokens"]}
-        out |= {f"communication/{way}_mb": values[f"bytes_{way}"] / 1e6 for way in ("up", "down")}
+        out["communication/up_mb"] = sum(values["bytes_up"].values()) / 1e6
+        out["communication/down_mb"] = len(values["participants"]) * values["bytes_down"] / 1e6
         if len(values["client_losses"]) <= _MANY_CLIENTS:
             out |= {f"client/{name}/loss": loss for name, loss in values["client_losses"].items()}
             out |= {f"client/{name}/agreement": c for name, c in values["agreement"].items() if c is not None}
     elif event == "validation":
-        out |= {"validation/loss": values["loss"], "router/entropy": values["router_entropy"]}
-        out |= {f"validation/loss/{task}": loss for task, loss in values["tasks"].items()}
+        out["validation/loss"] = values["loss"]
+        out |= {} if values["router_entropy"] is None else {"router/entropy": values["router_entropy"]}
+        out |= {f"validation/loss/{task}": loss for task, loss in values.get("tasks", {}).items()}
+        out |= {f"validation/site/{name}": loss for name, loss in values.get("sites", {}).items()}
         out |= {f"validation/score/{task}": score for task, score in values.get("scores", {}).items()}
-        out |= {f"experts/load/{m}": share for m, share in enumerate(values["expert_load"])}
+        out |= {f"experts/load/{m}": share for m, share in enumerate(values.get("expert_load", []))}
     return _clean(out)
 
 

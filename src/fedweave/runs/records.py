@@ -13,8 +13,7 @@ import torch
 
 from fedweave.evaluation.audit import alignment_audit, per_task
 from fedweave.experts.dropout import stream_key
-from fedweave.federation.rounds import RoundReport
-from fedweave.methods.base import ServerState
+from fedweave.federation.intake import RoundReport
 from fedweave.runs.workspace import TestSet, Workspace
 
 MAPPED = 1000  # prompts on the map
@@ -23,16 +22,18 @@ AXES = 16  # principal axes kept of each
 
 def round_record(report: RoundReport) -> dict[str, Any]:
     """One round: losses, tokens, upload, and how each client agreed with the others."""
-    cosines = report.agreement.cosines()
-    names = [client.name for client in report.participants]
+    cosines = report.agreement.cosines() if report.agreement else {}
+    names = {client.index: client.name for client in report.participants}
     return {
         "train_loss": report.train_loss,
         "tokens": report.tokens,
-        "bytes_up": report.traffic.up,
-        "bytes_down": report.traffic.down,
-        "participants": names,
-        "client_losses": dict(zip(names, report.losses, strict=True)),
-        "agreement": {client.name: cosines[client.index] for client in report.participants},
+        "participants": list(names.values()),
+        "refused": [{"client": name, "reason": reason} for name, reason in report.refused],
+        "clipped": report.clipped,
+        "bytes_up": report.bytes_up,  # by client
+        "bytes_down": report.bytes_down,  # each participant
+        "client_losses": dict(sorted(report.losses.items())),
+        "agreement": {names[index]: cosine for index, cosine in cosines.items()},
     }
 
 
@@ -50,21 +51,14 @@ def validation_record(losses: torch.Tensor, weights: torch.Tensor, held: TestSet
     }
 
 
-def discovery_record(workspace: Workspace, state: ServerState) -> dict[str, Any]:
-    """discovery.json: buckets, alignment and, where there are labels, how well both met them."""
+def label_record(workspace: Workspace) -> dict[str, Any]:
+    """What only labels can tell, for discovery.json: every bucket's tasks, and how buckets and experts met them."""
     clients, labels = workspace.engine.clients, workspace.client_labels
     record: dict[str, Any] = {
-        **state.report,
-        "clients": {
-            c.name: {
-                "examples": len(c),
-                "buckets": [len(b) for b in c.buckets],
-                "experts": c.assignment,
-                "note": c.note,
-                "bucket_tasks": [dict(Counter(truth[i] for i in b)) for b in c.buckets],
-            }
+        "bucket_tasks": {
+            c.name: [dict(Counter(truth[i] for i in bucket)) for bucket in c.buckets]
             for c, truth in zip(clients, labels, strict=True)
-        },
+        }
     }
     if len(workspace.tasks) > 1:
         record["audit"] = alignment_audit([c.buckets for c in clients], [c.assignment for c in clients], labels)
