@@ -14,6 +14,7 @@ from fedweave.config import Config
 from fedweave.errors import UserError, nearest
 from fedweave.experts.layout import AdapterLayout
 from fedweave.router.mlp import RouterLayout
+from fedweave.settings import to_tree
 
 # Bytes of one number in an update; int8 has one float32 scale for every 256 numbers.
 PRECISIONS = {"float32": 4.0, "bfloat16": 2.0, "int8": 1 + 4 / 256}
@@ -131,10 +132,11 @@ def predict(
     config: Config,
     experts: int = 4,
     buckets: float = 4,
-    precision: str = "float32",
+    precision: str | None = None,
     served: int | None = None,
 ) -> Budget:
     """The budget of ``config`` on a model of this shape, if discovery finds so many experts and buckets."""
+    precision = precision or to_tree(config).get("federation", {}).get("update_dtype", "float32")
     if precision not in PRECISIONS:
         raise UserError(f"precision={precision!r} is not known: {nearest(precision, PRECISIONS)}")
     targets = config.experts.target_modules

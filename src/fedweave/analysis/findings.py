@@ -100,8 +100,9 @@ def _judge_contamination(found: dict[str, Any]) -> tuple[str, str]:
     mixture = f"; with whole clients as units it would be up to {_percent(max(whole))}" if whole else ""
     level = "good" if chi < 0.1 else "note" if chi < 0.3 else "warning"
     why = f", mostly from {cause}" if chi >= 0.01 else ""
+    at_most = "below 0.1 %" if chi < 0.001 else f"at most {_percent(chi)}"
     where = f"expert {worst}, {part['target'][worst]}{why}"
-    return level, f"{prefix}Off-pattern weight is at most {_percent(chi)} ({where}){mixture}."
+    return level, f"{prefix}Off-pattern weight is {at_most} ({where}){mixture}."
 
 
 def _judge_budget(found: dict[str, Any]) -> tuple[str, str]:
@@ -187,14 +188,7 @@ def _conflict_table(found: dict[str, Any]) -> str:
             _CONFLICT[name], f"{max(gammas):.1e}", f"{max(buckets):.1e}", _percent(part["client_cancelled"]),
             _percent(part["bucket_cancelled"]), f"{pair} {cosine:+.2f}",
         ])  # fmt: skip
-    header = [
-        "gradient conflict",
-        "Γ client ≤",
-        "Γ bucket ≤",
-        "cancelled, client",
-        "bucket",
-        "most opposed, cosine",
-    ]
+    header = ["gradient conflict", "max Γ, client", "bucket", "cancelled, client", "bucket", "most opposed, cosine"]
     return table(header, rows)
 
 

@@ -14,7 +14,6 @@ from fedweave.analysis.shapes import ModelShape, model_shape
 from fedweave.config import Config
 from fedweave.errors import UserError
 from fedweave.runs.folder import RunFolder
-from fedweave.settings import to_tree
 
 FLOP_PER_PARAMETER = 4  # forward 2, backward through frozen weights 2
 
@@ -54,7 +53,7 @@ def run_costs(folder: Path, precision: str | None = None) -> RunCosts:
     served = [len(set(client["experts"])) for client in clients]
     buckets = float(np.mean([len(client["buckets"]) for client in clients]))
     shape = model_shape(config.backbone.model, config.backbone.revision)
-    budget = predict(shape, config, experts, buckets, precision or _update_dtype(config), max(served))
+    budget = predict(shape, config, experts, buckets, precision, max(served))
     trained = budget.methods[config.method].trainable
     spent = [Spent("trained parameters", "numbers", trained, summary.get("trained_parameters"))]
     if discovers:
@@ -67,10 +66,6 @@ def run_costs(folder: Path, precision: str | None = None) -> RunCosts:
         *_time(shape, summary, rounds),
     ]
     return RunCosts(budget, discovers, spent)
-
-
-def _update_dtype(config: Config) -> str:
-    return to_tree(config).get("federation", {}).get("update_dtype", "float32")
 
 
 def _read(path: Path) -> dict[str, Any] | None:
