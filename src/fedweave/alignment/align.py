@@ -24,7 +24,7 @@ def signature_distance(blocks: Sequence[np.ndarray]) -> np.ndarray:
     """
     columns = []  # side by side, unit blocks make the mean cosine one inner product
     for block in blocks:
-        norms = np.linalg.norm(block, axis=1, keepdims=True)
+        norms = np.sqrt(np.einsum("ij,ij->i", block, block, dtype=np.float64))[:, None]  # no overflow
         empty = norms <= _ZERO
         columns.append(np.where(empty, 0.0, block / np.maximum(norms, _ZERO)).astype(np.float32))
         if empty.any():

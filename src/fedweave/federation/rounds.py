@@ -43,7 +43,6 @@ def one_round(
 ) -> tuple[ServerState, RoundReport]:
     """Lines 9 to 14. A round in which too few answers can be used is repeated from the same state."""
     settings = method.config.federation
-    needed = min(settings.min_answers, len(participants))
     courier = method.courier(state)
     for attempt in range(1 + settings.repeats):
         received = engine.broadcast_bytes(state, courier)
@@ -51,9 +50,11 @@ def one_round(
         intake = Intake(method.config, courier, engine.identity, state, report)
         answers = engine.answers(method, state, participants, t, courier)  # lines 9-13
         moved = method.aggregate(state, intake.updates(answers, engine.console.warn))  # line 14
-        if len(report.accepted) >= needed:
+        if len(report.accepted) >= settings.min_answers:
             return replace(moved, norms=intake.remembered()), report
-        short = f"round {t + 1} got {len(report.accepted)} of the {needed} usable answers that it needs"
+        short = (
+            f"round {t + 1} got {len(report.accepted)} of the {settings.min_answers} usable answers that it needs"
+        )
         if attempt < settings.repeats:
             engine.console.warn(f"{short}; it is repeated.")
     why = f" ({report.sentence(*report.refused[-1])})" if report.refused else ""

@@ -57,9 +57,9 @@ class LoopbackGrid(Grid):
             number = f"{len(self.sent)}-{message.object_id}"
             numbers.append(number)
             arrived.metadata.__dict__["_message_id"] = number
-            if node not in self.nodes or fate == "late":
+            if fate == "late":
                 continue
-            if fate == "dies":
+            if fate == "dies" or node not in self.nodes:
                 reply = Message(Error(5, "Node Unavailable"), reply_to=arrived)
             else:
                 answer = self.nodes[node](letter)

@@ -13,6 +13,7 @@ from tests.methods.conftest import make_engine, run, with_method
 def changed(config, method="fedweave", **training):
     tree = to_tree(with_method(config, method))
     tree["training"] |= {"rounds": 2, **training}
+    tree["federation"] |= {"patience": 5.0, "deadline": 5.0}
     return from_tree(tree)
 
 

@@ -15,7 +15,10 @@ from fedweave.federation.site.answers import Models, Site
 from fedweave.federation.site.settings import SiteConfig
 from fedweave.federation.site.sources import OwnFiles
 from fedweave.federation.wire import router_facts, state_letter, to_arrays
+from fedweave.methods import build_method
 from fedweave.methods.base import ServerState
+from fedweave.methods.fedlease import FedLEASE
+from fedweave.methods.fedweave import FedWeave
 from fedweave.router.mlp import RouterLayout
 
 
@@ -62,6 +65,7 @@ def rehearsal(site: Site, config: Config) -> Iterator[tuple[str, Letter]]:
             raise UserError(f"the site cannot answer {step!r}: {answer.facts['error']}")
         return answer
 
+    method = build_method(config)
     hello = ask("hello", Letter())
     yield "hello", hello
     told = ask("discover", Letter())
@@ -76,9 +80,9 @@ def rehearsal(site: Site, config: Config) -> Iterator[tuple[str, Letter]]:
         yield "start", ask("start", Letter())
         router = RouterLayout(known["width"], config.router.hidden, experts, config.router.features)
         phi = router.initial(0)
-        if config.router.warm_start.enabled and experts > 1 and config.method != "fedlease":
+        if isinstance(method, FedWeave) and method.warm_start_rounds(experts):
             yield "warm", ask("warm", Letter(to_arrays({"phi": phi}), {"t": 0, **router_facts(router)}))
-    routers = phi.repeat(experts if config.method == "fedlease" else 1, 1) if phi is not None else None
+    routers = phi.repeat(experts if isinstance(method, FedLEASE) else 1, 1) if phi is not None else None
     shares = [1 / len(routers)] * len(routers) if routers is not None else [1.0]
     state = ServerState(layout, router, layout.initial(config.seed), routers, shares)
     yield "train", ask("train", state_letter(state, 0))
