@@ -129,7 +129,7 @@ def test_every_verb_is_in_the_readme():
 def test_the_site_builds_strictly_and_explains_every_key(tmp_path):
     pytest.importorskip("mkdocs", reason="mkdocs is not installed: pip install 'fedweave[docs]'")
     site = tmp_path / "site"
-    build = [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", str(site)]
+    build = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(site)]
     done = subprocess.run(build, cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
     from fedweave.config import Config
