@@ -68,6 +68,7 @@ def test_a_healthy_run():
         ("conflict__merged_experts__client_cancelled", 0.0, "conflict", "note", "No two patterns"),
         ("conflict__merged_experts__bound_holds", False, "conflict", "warning", "must not happen"),
         ("router_paths__clients__a__loss_reset", 0.7, "router_paths", "note", "reset is ahead"),
+        ("router_paths__clients__a__loss_reset", 0.8001, "router_paths", "note", "they are level"),
         ("router_paths__clients__a__smoothness", 30.0, "router_paths", "good", "3.0 times the largest"),
         ("router_paths__clients__a__first_step_ratio", 0.9, "router_paths", "warning", "must not happen"),
         ("router_paths__clients", {}, "router_paths", "note", "one bucket"),

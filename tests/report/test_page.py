@@ -113,6 +113,29 @@ def test_an_older_run_says_what_is_missing(finished):
     assert 'id="figure-mixture"' in text, "tasks are found again in the manifest"
 
 
+def test_a_federation_of_sites_has_a_page(finished):
+    """What a server without data or a test set records: no tasks, no labels, no features, losses by site."""
+    (finished / "embedding.json").unlink()
+    lines = [json.loads(line) for line in (finished / "metrics.jsonl").read_text().splitlines()]
+    for line in lines:
+        if line["event"] == "validation":
+            for key in ("tasks", "expert_load", "expert_weight"):
+                del line[key]
+            line |= {"sites": {"north": line["loss"], "south": line["loss"] + 1}, "router_entropy": None}
+    (finished / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    for name, change in (
+        ("summary.json", {"test": {}, "tasks": {}, "audit": None}),
+        ("manifest.json", {"tasks": {}, "clients": {}, "validation": [], "test": [], "federation": "abc"}),
+        ("discovery.json", {"audit": None, "bucket_tasks": {}}),
+    ):
+        file = finished / name
+        file.write_text(json.dumps(json.loads(file.read_text()) | change))
+    text = page_of(finished)
+    assert 'id="figure-loss-by-site"' in text and 'id="figure-signatures"' in text
+    assert "the sites keep it to themselves" in text and "federation.test" in text and "older run" not in text
+    assert main(["watch", str(finished)]) == 0
+
+
 def test_a_run_under_way_refreshes_itself_and_a_bare_one_still_gives_a_page(finished):
     for name in ("summary.json", "discovery.json", "embedding.json"):
         (finished / name).unlink()

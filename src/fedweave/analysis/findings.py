@@ -137,16 +137,21 @@ def _judge_paths(found: dict[str, Any]) -> tuple[str, str]:
     )
     fast = max(r["rate"] * r["smoothness"] for r in rows)
     limit = "" if fast <= 1 else f" The rate is {fast:.1f} times the largest that the theorem allows."
+    terms = f"order term {order:.1e}, consensus term {consensus:.1e}"
     if max(abs(persistent), abs(reset)) < 1e-4:
         return "note", (
             f"The router is settled: {part['steps']} SGD steps at rate {part['rate']:g} change its loss by less "
-            f"than 0.0001 either way (order term {order:.1e}, consensus term {consensus:.1e}).{limit}"
+            f"than 0.0001 either way ({terms}).{limit}"
         )
-    better = "interleaved" if persistent < reset else "reset"
-    return "good" if better == "interleaved" else "note", (
+    if abs(persistent - reset) < 0.01 * max(abs(persistent), abs(reset)):
+        level, outcome = "note", "they are level"
+    elif persistent < reset:
+        level, outcome = "good", "interleaved is ahead"
+    else:
+        level, outcome = "note", "reset is ahead"
+    return level, (
         f"{part['steps']} SGD steps at rate {part['rate']:g} change the loss by {persistent:+.4f} interleaved and "
-        f"{reset:+.4f} reset-and-averaged: {better} is ahead (order term {order:.1e}, consensus term "
-        f"{consensus:.1e}).{limit}"
+        f"{reset:+.4f} reset-and-averaged: {outcome} ({terms}).{limit}"
     )
 
 

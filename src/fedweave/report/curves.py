@@ -26,7 +26,7 @@ from fedweave.report.style import (
 
 def task_losses(group: Group) -> Picture | None:
     """Validation loss of every task, round by round."""
-    if not group.first.validations:
+    if not any("tasks" in event for event in group.first.validations):
         return None
     figure, ax = canvas()
     for i, (task, title) in enumerate(group.first.tasks.items()):
@@ -37,6 +37,24 @@ def task_losses(group: Group) -> Picture | None:
     whole_rounds(ax)
     legend(ax, ncols=3)
     return Picture("loss-by-task", "Validation loss by task", f"Lower is better.{seeds_note([group])}", figure)
+
+
+def site_losses(run: RunRecord) -> Picture | None:
+    """Validation loss at every site of a deployment, and over all of their examples."""
+    sites = list(dict.fromkeys(name for event in run.validations for name in event.get("sites", {})))
+    if not sites:
+        return None
+    figure, ax = canvas()
+    for i, name in enumerate(sites):
+        curve = {e["round"]: [e["sites"][name]] for e in run.validations if name in e.get("sites", {})}
+        band(ax, curve, name, **line_style(i), linewidth=1.4)
+    band(ax, {e["round"]: [e["loss"]] for e in run.validations}, "all examples", color=INK, linewidth=2.4)
+    ax.set_ylabel("validation loss")
+    whole_rounds(ax)
+    legend(ax, ncols=3)
+    return Picture(
+        "loss-by-site", "Validation loss at every site", "Measured by each site on its own rows.", figure
+    )
 
 
 def task_scores(group: Group) -> Picture | None:

@@ -53,6 +53,11 @@ class RunRecord:
         """finished, running or stopped."""
         return self.progress.get("state") or ("finished" if self.summary else "stopped")
 
+    @property
+    def elsewhere(self) -> bool:
+        """Whether the clients are sites of their own, which keep labels and features to themselves."""
+        return self.config.get("engine") == "flower" or "federation" in self.manifest
+
     @cached_property
     def rounds(self) -> list[dict[str, Any]]:
         return [e for e in self.events if e["event"] == "round"]

@@ -55,6 +55,10 @@ class Section:
         return not (self.findings or self.tables or self.pictures or self.folded or self.missing)
 
 
+def _why(run: RunRecord) -> str:
+    return "the sites keep it to themselves." if run.elsewhere else "an older run."
+
+
 def lead_run(groups: Sequence[Group]) -> RunRecord:
     """The run that is shown in detail: FedWeave's first, else the first."""
     ours = [g for g in groups if g.first.method == "fedweave"]
@@ -97,7 +101,7 @@ def _results(groups: Sequence[Group], own: Group, lead: RunRecord) -> Section:
     section = Section("results", "Scores and losses")
     section.show(
         curves.test_scores(groups), curves.test_change(lead), curves.method_losses(groups), curves.task_losses(own),
-        curves.task_scores(own), curves.training_loss(lead),
+        curves.site_losses(lead),        curves.task_scores(own), curves.training_loss(lead),
     )  # fmt: skip
     finished = [g for g in groups if g.finished()]
     if len(finished) == 1 and lead.summary:
@@ -106,7 +110,11 @@ def _results(groups: Sequence[Group], own: Group, lead: RunRecord) -> Section:
         section.tables += [_group_table(finished, kind) for kind in ("score", "loss")]
     section.lacks(not lead.summary, "test results: the run has not finished.")
     section.lacks(
-        bool(lead.validations) and not any("scores" in e for e in lead.validations),
+        lead.summary is not None and lead.best is None,
+        "test results: the server has no test set; name one in federation.test.",
+    )
+    section.lacks(
+        not lead.elsewhere and bool(lead.validations) and not any("scores" in e for e in lead.validations),
         "scores by round: generation takes long, so they are measured with evaluation.score_rounds=true only.",
     )
     section.lacks(bool(lead.rounds) and "client_losses" not in lead.rounds[-1], "losses by client: an older run.")
@@ -153,8 +161,10 @@ def _data(lead: RunRecord) -> Section:
     section = Section("clients", "Clients and their data").show(
         maps.mixture(lead), maps.feeding(lead), curves.client_agreement(lead)
     )
-    section.lacks(not lead.mixture and len(lead.tasks) > 1, "the mixture of tasks: an older run on own files.")
-    section.lacks(len(lead.tasks) < 2, "the mixture of tasks: the rows carry no task labels.")
+    section.lacks(not lead.mixture and len(lead.tasks) > 1, f"the mixture of tasks: {_why(lead)}")
+    section.lacks(
+        len(lead.tasks) < 2 and not lead.elsewhere, "the mixture of tasks: the rows carry no task labels."
+    )
     section.lacks(bool(lead.rounds) and not lead.agreement, "whether clients pull together: an older run.")
     return section
 
@@ -181,7 +191,7 @@ def _discovery(lead: RunRecord) -> Section:
 
 def _prompts(lead: RunRecord) -> Section:
     section = Section("prompts", "A map of the prompts", small=True).show(*maps.embeddings(lead))
-    section.lacks(lead.discovery is not None and lead.embedding is None, "the map of prompts: an older run.")
+    section.lacks(lead.discovery is not None and lead.embedding is None, f"the map of prompts: {_why(lead)}")
     return section
 
 
@@ -194,7 +204,7 @@ def _routing(groups: Sequence[Group], lead: RunRecord) -> Section:
     section.lacks(len(groups) > len(one_each), "routing of other experiments with the same methods.")
     section.lacks(
         routed and bool(lead.validations) and "expert_load" not in lead.validations[-1],
-        "expert load over rounds: an older run.",
+        f"expert load over rounds: {_why(lead)}",
     )
     section.lacks(not routed and lead.discovery is not None, f"routing: {lead.method} has one adapter here.")
     return section
