@@ -132,7 +132,8 @@ class RunFolder:
         state, best = progress.state, progress.best
         tensors = state.tensors()
         if progress.best_round != progress.completed:
-            tensors |= {f"best_{name}": tensor for name, tensor in best.tensors().items()}
+            moved = {name: tensor for name, tensor in best.tensors().items() if tensor is not tensors.get(name)}
+            tensors |= {f"best_{name}": tensor for name, tensor in moved.items()}
         tensors |= ground.engine.memories()
         meta = {
             "completed": progress.completed,
@@ -201,7 +202,8 @@ class Snapshot:
 
     def state(self, layers: dict[str, torch.nn.Linear], device: torch.device, prefix: str = "") -> ServerState:
         """The last round's state."""
-        parts = {name: self.tensors.get(f"{prefix}{name}") for name in ("theta", "phi", "private", "signatures")}
+        names = ("theta", "phi", "private", "signatures")  # what the best round has in common is there once
+        parts = {name: self.tensors.get(f"{prefix}{name}", self.tensors.get(name)) for name in names}
         on_device = {name: t.to(device) for name, t in parts.items() if t is not None}
         meta = self.meta
         return ServerState(

@@ -162,6 +162,18 @@ def test_the_same_name_twice_and_another_model_are_turned_away(config, models, m
     assert all(len(report.accepted) == 3 for report in reports)
 
 
+def test_a_resumed_server_finds_its_sites_again_and_takes_none_twice(config, models):
+    federation = Federation(changed(config), models)
+    federation.run()
+    records = [client.record() for client in federation.engine.clients]
+    again = Federation(federation.config, models, federation.sites)
+    again.engine.meet()  # a site may say hello before the checkpoint is read
+    again.engine.restore(records, {})
+    present = again.engine.present(None, None)
+    assert [client.name for client in present] == ["client_0", "client_1", "client_2"]
+    assert [client.record() for client in again.engine.clients] == records and "joins" not in again.said
+
+
 def test_too_few_sites_end_in_a_sentence(config, models):
     federation = Federation(with_federation(changed(config), patience=1.0), models)
     with pytest.raises(UserError, match="has waited"):

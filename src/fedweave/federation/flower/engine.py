@@ -22,7 +22,7 @@ from fedweave.errors import UserError
 from fedweave.federation.client import Prototypes
 from fedweave.federation.engine import Engine
 from fedweave.federation.evaluate import Loss
-from fedweave.federation.flower.post import POLL, Post, RemoteClient
+from fedweave.federation.flower.post import POLL, Post, RemoteClient, is_expired
 from fedweave.federation.intake import Refused, check_identity
 from fedweave.federation.letters import Letter
 from fedweave.federation.parcel import Courier, Parcel, array_bytes
@@ -38,6 +38,7 @@ from fedweave.federation.wire import (
 from fedweave.methods.base import Method, ServerState
 from fedweave.router.mlp import RouterLayout
 
+_GRACE = 30.0  # seconds that a resumed run gives its sites to come back before it goes on with enough of them
 _AGAIN = 60.0  # seconds before a node that gave an error is greeted again
 
 
@@ -49,7 +50,7 @@ class FlowerEngine(Engine):
 
     def __init__(self, grid: Grid, config: Config, console: Console, federation: str, settings: Config):
         self.grid, self.config, self.console = grid, config, console
-        self.post = Post(grid, console, federation, settings, config.federation.deadline)
+        self.post = Post(grid, console, federation, settings, config.federation.deadline, self._miss)
         self.clients: list[RemoteClient] = []
         self.device = torch.device("cpu")
         self.fingerprint = ""
@@ -74,7 +75,17 @@ class FlowerEngine(Engine):
     def restore(self, records: Sequence[dict[str, Any]], tensors: Mapping[str, torch.Tensor]) -> None:
         """The sites of a checkpoint; each is found again when its node says hello."""
         self.clients = [RemoteClient(**record) for record in records]
-        self._wait(lambda: len(self._here()) >= self.needed, f"{self.needed} of the run's sites")
+        for client in self.clients:
+            if (early := self._waiting.pop(client.name, None)) is not None:  # it was greeted before this was known
+                client.node = early.node
+        end = time.monotonic() + min(_GRACE, self.config.federation.patience)
+        self._wait(
+            lambda: (
+                len(self._here()) == len(self.clients)
+                or (time.monotonic() > end and len(self._here()) >= self.needed)
+            ),
+            f"the run's {len(self.clients)} sites",
+        )
 
     @property
     def needed(self) -> int:
@@ -128,8 +139,15 @@ class FlowerEngine(Engine):
         )
         for reply in self.post.pull(self._hellos):  # nobody is waited for: a silent node holds up no round
             node = self._hellos.pop(reply.metadata.reply_to_message_id)
+            if is_expired(reply):
+                continue  # it is greeted again at the next look
             letter = self.post.opened(reply, f"node {node}")
             self._greeted[node] = self._meet(node, letter) if letter is not None else ""
+
+    def _miss(self, client: RemoteClient) -> None:
+        """A site that missed a deadline holds up nobody else: it is asked again after its next hello."""
+        self._greeted.pop(client.node or -1, None)
+        client.node = None
 
     def _meet(self, node: int, letter: Letter) -> str:
         """A node says who it is; returns its name, or nothing when it is turned away."""

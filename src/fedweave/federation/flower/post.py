@@ -17,6 +17,9 @@ from fedweave.federation.flower.records import from_records, to_record, to_recor
 from fedweave.federation.letters import Letter
 
 POLL = 0.25  # seconds between two looks for answers
+_EXPIRY = 10.0  # seconds after its deadline at which Flower forgets a question
+_EXPIRED = {3, 4}  # Flower's codes for a message that it no longer has
+_REASONS = {**dict.fromkeys(_EXPIRED, "its time was up"), 5: "its node went away"}
 _TOGETHER = 16  # answers fetched at a time: what the server holds does not grow with the sites
 
 
@@ -40,10 +43,20 @@ class RemoteClient:
 
 
 class Post:
-    """Sends letters to sites and hands their answers out. ``settings`` is the config that sites are told."""
+    """Sends letters to sites and hands their answers out. ``settings`` is the config that sites are told, and
+    ``silent`` hears of a site that missed a deadline."""
 
-    def __init__(self, grid: Grid, console: Console, federation: str, settings: Config, deadline: float):
+    def __init__(
+        self,
+        grid: Grid,
+        console: Console,
+        federation: str,
+        settings: Config,
+        deadline: float,
+        silent: Callable[[RemoteClient], None],
+    ):
         self.grid, self.console, self.federation, self.deadline = grid, console, federation, deadline
+        self.silent = silent
         self._settings = dump_config(settings)
 
     def ask(
@@ -63,6 +76,7 @@ class Post:
                 time.sleep(POLL)
         for client in waiting.values():
             self.console.warn(f"site {client.name} did not answer within {self.deadline:g} s; the rest goes on.")
+            self.silent(client)
 
     def push(
         self, step: str, clients: Sequence[RemoteClient], letter: Letter, who: Callable[[RemoteClient], Any]
@@ -74,7 +88,7 @@ class Post:
         numbers = self.grid.push_messages([
             Message(
                 to_records(self._addressed(letter, step, client), arrays), client.node or 0, _kind(step),
-                ttl=self.deadline,
+                ttl=self.deadline + _EXPIRY,
             )
             for client in clients
         ])  # fmt: skip
@@ -98,7 +112,7 @@ class Post:
         """The letter in a reply; an error inside, of Flower or of the site, is told to the operator."""
         try:
             if reply.has_error():
-                reason = reply.error.reason or f"Flower error {reply.error.code}"
+                reason = _REASONS.get(reply.error.code) or reply.error.reason or f"Flower error {reply.error.code}"
             else:
                 letter = from_records(reply.content)
                 if "error" not in letter.facts:
@@ -108,6 +122,10 @@ class Post:
             reason = f"its answer cannot be read ({first_line(error)})"
         self.console.warn(f"site {name} gave no answer: {reason.rstrip('.')}.")
         return None
+
+
+def is_expired(reply: Message) -> bool:
+    return reply.has_error() and reply.error.code in _EXPIRED
 
 
 def _kind(step: str) -> str:

@@ -25,8 +25,6 @@ def work(site: SiteConfig, console: Console, own_supernode: bool) -> None:
     source = OwnFiles(site)
     node = SuperNode(site, console)
     models = Models()
-    backbone = models.get(source.backbone(BackboneConfig()))  # a model that cannot be loaded shows here
-    console.say(f"site {site.name}: {backbone.name} on {backbone.device}, data {site.data}")
     answering = Site(source, models, console)
 
     def answer(message: Message) -> Message:
@@ -37,7 +35,13 @@ def work(site: SiteConfig, console: Console, own_supernode: bool) -> None:
 
     signal.signal(signal.SIGTERM, _interrupt)
     try:
+        if own_supernode:
+            node.start()  # it connects while the model loads
+        backbone = models.get(source.backbone(BackboneConfig()))  # a model that cannot be loaded shows here
+        console.say(f"site {site.name}: {backbone.name} on {backbone.device}, data {site.data}")
         answer_messages(node.runtime, answer, node.check if own_supernode else lambda: None)
+    except KeyboardInterrupt:
+        console.say(f"site {site.name} stops.")
     finally:
         if own_supernode:
             node.stop()
