@@ -59,6 +59,10 @@ CASES = {  # finding -> (fires, keeps quiet)
         {"discovery": discovery(2, audit=audit(0.95, 0.9))},
     ),
     "client_that_hurts": ({"events": pulling(-0.3, -0.2, 0.1)}, {"events": pulling(-0.3, 0.4, 0.3)}),
+    "refused_answers": (
+        {"events": [{"event": "round", "round": 1, "refused": [{"client": "odd", "reason": "it holds NaN"}]}]},
+        {"events": [{"event": "round", "round": 1, "refused": []}]},
+    ),
     "experts_at_the_edge": (
         {"discovery": discovery(4, alignment_silhouettes={"2": 0.1, "3": 0.2, "4": 0.3})},
         {"discovery": discovery(3, alignment_silhouettes={"2": 0.1, "3": 0.4, "4": 0.3})},

@@ -85,6 +85,20 @@ def client_that_hurts(run: RunRecord) -> Finding | None:
     )
 
 
+def refused_answers(run: RunRecord) -> Finding | None:
+    """Clients whose answers the server did not use."""
+    refused = [item for event in run.rounds for item in event.get("refused", [])]
+    if not refused:
+        return None
+    names = list(dict.fromkeys(item["client"] for item in refused))
+    return Finding(
+        "warning",
+        "Answers were refused",
+        f"{len(refused)} answers of {', '.join(names)} were not used; the last one because "
+        f"{refused[-1]['reason']}. Every reason is in metrics.jsonl.",
+    )
+
+
 def experts_at_the_edge(run: RunRecord) -> Finding | None:
     """M* at the upper end of the candidates: the true best may lie beyond."""
     silhouettes = {int(k): v for k, v in (run.discovery or {}).get("alignment_silhouettes", {}).items()}
@@ -257,9 +271,9 @@ def small_test(run: RunRecord) -> Finding | None:
 
 
 FINDINGS: tuple[Callable[[RunRecord], Finding | None], ...] = (
-    starving_expert, unused_expert, low_purity, client_that_hurts, experts_at_the_edge, buckets_at_the_edge,
-    faint_alignment, one_expert, undecided_router, sparse_costs, worse_than_untouched, overfitting, still_improving,
-    experts_per_task, small_test,
+    starving_expert, unused_expert, low_purity, client_that_hurts, refused_answers, experts_at_the_edge,
+    buckets_at_the_edge, faint_alignment, one_expert, undecided_router, sparse_costs, worse_than_untouched,
+    overfitting, still_improving, experts_per_task, small_test,
 )  # fmt: skip
 
 
