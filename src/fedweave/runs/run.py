@@ -51,9 +51,7 @@ def _execute(run: RunFolder, prepared: Prepared, console: Console) -> dict[str, 
     started = time.monotonic()
     console.spent.clear()
     workspace = prepared.build(console)
-    if (
-        workspace.backbone.device.type == "cuda"
-    ):  # the peak is to be this run's, not an earlier one's in the process
+    if workspace.backbone.device.type == "cuda":  # the peak is to be this run's, not an earlier one's
         torch.cuda.reset_peak_memory_stats(workspace.backbone.device)
     method = build_method(workspace.config)
     if method.uses_labels:

@@ -13,14 +13,14 @@ from typing import Any
 import torch
 
 import fedweave
+from fedweave.analysis.budget import trained_parameters
 from fedweave.console import Console
 from fedweave.evaluation.audit import per_task
 from fedweave.evaluation.losses import example_losses
 from fedweave.federation.checkpoint import write_atomic
-from fedweave.federation.client import Client
 from fedweave.inference.model import RoutedModel
 from fedweave.methods import build_method
-from fedweave.methods.base import Method, ServerState
+from fedweave.methods.base import ServerState
 from fedweave.runs.folder import Progress, RunFolder
 from fedweave.runs.testing import evaluate_models, routed_models
 from fedweave.runs.workspace import Workspace
@@ -65,7 +65,7 @@ def summarise(run: RunFolder, workspace: Workspace, progress: Progress, console:
             "experts": progress.state.layout.size,
             "router": progress.state.phi.numel() if progress.state.phi is not None else 0,
         },
-        "trained_parameters": trained_parameters(build_method(config), clients, progress.state),
+        "trained_parameters": trained_parameters(config.method, progress.state.layout, progress.state.router),
         "rounds": progress.completed,
         "validation": {"best_round": progress.best_round, "best_loss": progress.best_loss},
         "audit": discovery.get("audit"),
@@ -74,19 +74,6 @@ def summarise(run: RunFolder, workspace: Workspace, progress: Progress, console:
         "config": to_tree(config),
         "environment": environment(workspace.backbone.device),
     }
-
-
-def trained_parameters(method: Method, clients: list[Client], state: ServerState) -> int:
-    """Numbers that training moves at some client: all experts and router copies but for what a method freezes."""
-    trained = torch.zeros(state.layout.size, dtype=torch.bool)
-    routers = 0
-    for client in clients:
-        lane = method.lane(client, state, 0)
-        trained |= lane.trainable.cpu() if lane.trainable is not None else torch.ones_like(trained)
-        routers = state.phi.numel() if state.phi is not None and lane.train_router else routers
-        if trained.all():
-            break
-    return int(trained.sum()) + routers
 
 
 def served_models(workspace: Workspace, state: ServerState) -> list[RoutedModel]:
