@@ -4,15 +4,15 @@ import json
 import shutil
 
 import pytest
+import torch
 
-from fedweave.analysis.budget import PAYLOADS, predict, training_memory
+from fedweave.analysis.budget import PAYLOADS, predict, trained_parameters, training_memory
 from fedweave.analysis.shapes import model_shape
 from fedweave.analysis.spent import run_costs
 from fedweave.cli import main
 from fedweave.config import load_config
 from fedweave.errors import UserError
 from fedweave.methods import METHODS, build_method
-from fedweave.runs.summary import trained_parameters
 from tests.methods.conftest import config, make_engine, with_method  # noqa: F401
 
 PAPER = load_config("paper")
@@ -70,7 +70,19 @@ def test_every_method_trains_what_its_budget_says(config, backbone, model_folder
         state = method.prepare(engine)
         engine.detach()
         payload = predict(shape, chosen, experts=state.layout.experts).methods[name]
-        assert payload.trainable == trained_parameters(method, engine.clients, state), name
+        trained = torch.zeros(state.layout.size, dtype=torch.bool)
+        routers = 0
+        for lane in (method.lane(client, state, 0) for client in engine.clients):
+            trained |= lane.trainable if lane.trainable is not None else torch.ones_like(trained)
+            routers = state.phi.numel() if state.phi is not None and lane.train_router else 0
+        assert payload.trainable == int(trained.sum()) + routers, name
+        assert payload.trainable == trained_parameters(name, state.layout, state.router), name
+
+
+def test_a_new_method_is_taken_to_send_everything(llama, monkeypatch):
+    monkeypatch.setitem(METHODS, "mine", METHODS["fedweave"])
+    mine = predict(llama, load_config("paper", ["method=mine"]), served=1).methods["mine"]
+    assert mine.up == mine.down == mine.trainable == 9_175_040 + 1_575_428
 
 
 def test_memory_counts_weights_states_and_activations(llama):

@@ -86,6 +86,20 @@ PAYLOADS: dict[str, Callable[[Sizes], Payload]] = {
     "oracle": lambda s: _mixture(s, s.served, trained_router=False),
     "local-only": _single(lambda a: (a.size, 0)),
 }
+
+
+def payload_of(method: str, sizes: Sizes) -> Payload:
+    """A method that has no line above is taken to train and send everything."""
+    known = PAYLOADS.get(method)
+    return known(sizes) if known else _mixture(sizes, sizes.experts.experts)
+
+
+def trained_parameters(method: str, layout: AdapterLayout, router: RouterLayout | None) -> int:
+    """Numbers that a method with this layout trains; what it freezes does not count."""
+    router = router or RouterLayout(0, 0, layout.experts)  # one adapter: no router is counted
+    return payload_of(method, Sizes(layout, layout, router, layout.experts)).trainable
+
+
 SINGLE = ("fedit", "ffa-lora", "fedsa-lora", "local-only")  # one adapter, no discovery
 
 
@@ -152,7 +166,7 @@ def predict(
         parameters=shape.parameters,
         precision=precision,
         rounds=training.rounds,
-        methods={name: payload(sizes) for name, payload in PAYLOADS.items()},
+        methods={name: payload_of(name, sizes) for name in dict.fromkeys([*PAYLOADS, config.method])},
         discovery=Discovery(
             buckets=buckets,
             signature_numbers=stacked.signature_size,

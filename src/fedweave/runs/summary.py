@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 
 import fedweave
+from fedweave.analysis.budget import trained_parameters
 from fedweave.backbone.load import Backbone
 from fedweave.config import Config
 from fedweave.console import Console
@@ -24,7 +25,7 @@ from fedweave.federation.client import Client
 from fedweave.federation.engine import InProcessEngine
 from fedweave.inference.model import RoutedModel
 from fedweave.methods import build_method
-from fedweave.methods.base import Method, ServerState
+from fedweave.methods.base import ServerState
 from fedweave.runs.folder import Progress, RunFolder
 from fedweave.runs.testing import evaluate_models, routed_models
 from fedweave.runs.workspace import TestSet
@@ -73,7 +74,7 @@ def summarise(
             "experts": progress.state.layout.size,
             "router": progress.state.phi.numel() if progress.state.phi is not None else 0,
         },
-        "trained_parameters": trained_parameters(build_method(config), here, progress.state) if here else None,
+        "trained_parameters": trained_parameters(config.method, progress.state.layout, progress.state.router),
         "rounds": progress.completed,
         "communication": _communication(run, progress.state),
         "validation": {"best_round": progress.best_round, "best_loss": progress.best_loss},
@@ -83,19 +84,6 @@ def summarise(
         "config": to_tree(config),
         "environment": environment(backbone.device),
     }
-
-
-def trained_parameters(method: Method, clients: list[Client], state: ServerState) -> int:
-    """Numbers that training moves at some client: all experts and router copies but for what a method freezes."""
-    trained = torch.zeros(state.layout.size, dtype=torch.bool)
-    routers = 0
-    for client in clients:
-        lane = method.lane(client, state, 0)
-        trained |= lane.trainable.cpu() if lane.trainable is not None else torch.ones_like(trained)
-        routers = state.phi.numel() if state.phi is not None and lane.train_router else routers
-        if trained.all():
-            break
-    return int(trained.sum()) + routers
 
 
 def _communication(run: RunFolder, state: ServerState) -> dict[str, Any]:
