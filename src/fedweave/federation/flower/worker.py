@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 import signal
 from types import FrameType
 
@@ -37,6 +38,8 @@ def work(site: SiteConfig, console: Console, own_supernode: bool) -> None:
     try:
         if own_supernode:
             node.start()  # it connects while the model loads
+        else:
+            console.say(f"the SuperNode of this worker: {shlex.join(node.command())}")
         backbone = models.get(source.backbone(BackboneConfig()))  # a model that cannot be loaded shows here
         console.say(f"site {site.name}: {backbone.name} on {backbone.device}, data {site.data}")
         answer_messages(node.runtime, answer, node.check if own_supernode else lambda: None)
