@@ -33,6 +33,19 @@ def on_files(files: Files, config: Any) -> Files:
     return files
 
 
+def on_page_markdown(markdown: str, page: Any, config: Any, files: Files) -> str:
+    """A link to a file outside docs/ works in the repository; on the site it becomes the file's name."""
+
+    def name(link: re.Match) -> str:
+        target = (Path(page.file.abs_src_path).parent / link.group(2)).resolve()
+        inside = target.is_relative_to(Path(config.docs_dir).resolve())
+        return (
+            link.group(0) if inside else f"{link.group(1)} (`{target.relative_to(Path(config.docs_dir).parent)}`)"
+        )
+
+    return re.sub(r"\[([^]]+)\]\((\.\./[^)#\s]+)\)", name, markdown)
+
+
 def reference() -> str:
     """The source of `fedweave config` as a page, one table per section."""
     lines = [
