@@ -14,7 +14,7 @@ from fedweave.console import Console
 from fedweave.data.examples import Prompt
 from fedweave.experts.mixture import Mixture
 from fedweave.inference.generate import generate
-from fedweave.router.mlp import RouterLayout, sparsify
+from fedweave.router.mlp import RouterLayout, sparsify, vote
 
 
 @dataclass
@@ -37,14 +37,7 @@ class RoutedModel:
 
     def weights(self, features: torch.Tensor) -> torch.Tensor:
         """Soft router weights of cached features: [n, d] to [n, M] on the CPU."""
-        if self.router is None or self.phi is None:
-            return torch.ones(len(features), 1)
-        with torch.no_grad():
-            inputs = features.to(self.phi)
-            votes = [
-                share * self.router.route(phi, inputs) for phi, share in zip(self.phi, self.shares, strict=True)
-            ]
-            return torch.stack(votes).sum(0).cpu()
+        return vote(self.router, self.phi, self.shares, features)
 
     def route(self, prompts: Sequence[Prompt]) -> torch.Tensor:
         """Soft router weights of prompts, [n, M]."""

@@ -6,6 +6,7 @@ Like the experts it is a flat vector, so that K clients' routers are one [K, Q] 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -71,6 +72,18 @@ class RouterLayout:
     def route(self, phi: torch.Tensor, features: torch.Tensor) -> torch.Tensor:
         """One router's weights: phi [Q], features [n, d] to [n, M]."""
         return self.logits(self.views(phi[None]), features[None])[0].softmax(-1)
+
+
+def vote(
+    router: RouterLayout | None, phi: torch.Tensor | None, shares: Sequence[float], features: torch.Tensor
+) -> torch.Tensor:
+    """Soft weights of several routers together: φ [R, Q], shares [R] and features [n, d] to [n, M] on the CPU."""
+    if router is None or phi is None:
+        return torch.ones(len(features), 1)
+    with torch.no_grad():
+        inputs = features.to(phi)
+        votes = [share * router.route(one, inputs) for one, share in zip(phi, shares, strict=True)]
+        return torch.stack(votes).sum(0).cpu()
 
 
 def sparsify(weights: torch.Tensor, routing: str) -> torch.Tensor:

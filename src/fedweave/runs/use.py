@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from fedweave.backbone.encode import encode
 from fedweave.backbone.features import compute_features
 from fedweave.backbone.load import load_backbone
 from fedweave.config import Config
@@ -18,7 +19,7 @@ from fedweave.inference.model import RoutedModel
 from fedweave.methods import build_method
 from fedweave.runs.folder import RunFolder
 from fedweave.runs.testing import evaluate_models, routed_models
-from fedweave.runs.workspace import encode, held_out
+from fedweave.runs.workspace import held_out
 
 
 def load_models(folder: Path, last: bool = False) -> tuple[Config, list[RoutedModel], dict[str, Any]]:
