@@ -9,6 +9,7 @@ This is the only module that touches what Flower does not call its public interf
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -22,7 +23,7 @@ from flwr.common.serde import context_from_proto, run_from_proto
 from flwr.proto.runtime_pb2 import AcquireTaskRequest, PullTaskInputRequest, PushTaskOutputRequest
 from flwr.serverapp import Grid
 from flwr.supercore.constant import TaskType
-from flwr.supercore.heartbeat import HeartbeatSender, make_task_heartbeat_fn_http
+from flwr.supercore.heartbeat import make_task_heartbeat_fn_http
 from flwr.supercore.interceptors import (
     RuntimeTokenHttpInterceptor,
     RuntimeVersionHttpInterceptor,
@@ -37,6 +38,7 @@ from flwr.supernode.runtime.run_clientapp import pull_task_input, push_message, 
 from fedweave.errors import UserError
 
 POLL = 0.2  # seconds between two looks for work
+_HEARTBEAT = 15.0  # seconds; Flower expects one every 30
 _ACQUIRE = frozenset({"/flwr.proto.Runtime/AcquireTask"})
 
 
@@ -86,6 +88,24 @@ def _acquire(client: RuntimeHttpClient, kind: TaskType) -> str | None:
     return found.token if found.HasField("task") and found.token else None
 
 
+@contextmanager
+def _heartbeat(client: RuntimeHttpClient) -> Iterator[None]:
+    """Tell Flower that a task is alive. (Flower's own sender does not stop once a heartbeat has failed.)"""
+    beat, done = make_task_heartbeat_fn_http(client), threading.Event()
+
+    def keep_beating() -> None:
+        while not done.is_set():
+            with suppress(Exception):  # the next one may reach it
+                beat()
+            done.wait(_HEARTBEAT)
+
+    threading.Thread(target=keep_beating, daemon=True).start()
+    try:
+        yield
+    finally:
+        done.set()
+
+
 # -------------------------------------------------------------------------------------- a site
 
 
@@ -106,15 +126,15 @@ def answer_messages(runtime: Runtime, answer: Callable[[Message], Message], aliv
 
 
 def _answer_one(client: RuntimeHttpClient, answer: Callable[[Message], Message]) -> None:
-    beat = HeartbeatSender(make_task_heartbeat_fn_http(client))
-    beat.start()
-    try:
-        message, context, _, _ = pull_task_input(client)  # the app that came with it is not looked at
-        push_message(client, answer(message), context)
-        push_task_output(client, context, SubStatus.COMPLETED, "")
-    finally:
-        beat.stop()
-        client.close()
+    status, details, context = SubStatus.FAILED, "no answer", None
+    with _heartbeat(client):
+        try:
+            message, context, _, _ = pull_task_input(client)  # the app that came with it is not looked at
+            push_message(client, answer(message), context)
+            status, details = SubStatus.COMPLETED, ""
+        finally:
+            push_task_output(client, context, status, details)
+            client.close()
 
 
 # -------------------------------------------------------------------------------------- the server
@@ -141,20 +161,18 @@ def server_task(runtime: Runtime, run_id: int, outage: float) -> Iterator[Grid]:
     )
     grid._retry_invoker = _retrying(outage)
     client = grid._runtime_client
-    beat = HeartbeatSender(make_task_heartbeat_fn_http(client))
-    beat.start()
     status, details = SubStatus.FAILED, "the server stopped"
     try:
-        task = client.PullTaskInput(PullTaskInputRequest())
-        TaskIdentity.task_id, TaskIdentity.run_id = task.task_id, task.run.run_id
-        TaskIdentity.node_id = context_from_proto(task.context).node_id
-        grid.set_run(run_from_proto(task.run))
-        if task.run.run_id != run_id:
-            raise UserError(f"the SuperLink handed out run {task.run.run_id} before this one; try again.")
-        yield grid
+        with _heartbeat(client):
+            task = client.PullTaskInput(PullTaskInputRequest())
+            TaskIdentity.task_id, TaskIdentity.run_id = task.task_id, task.run.run_id
+            TaskIdentity.node_id = context_from_proto(task.context).node_id
+            grid.set_run(run_from_proto(task.run))
+            if task.run.run_id != run_id:
+                raise UserError(f"the SuperLink handed out run {task.run.run_id} before this one; try again.")
+            yield grid
         status, details = SubStatus.COMPLETED, ""
     finally:
-        beat.stop()
         grid._retry_invoker.max_time = 2.0
         with suppress(httpx.HTTPError):  # the SuperLink may be gone; the run folder has everything
             client.PushTaskOutput(PushTaskOutputRequest(sub_status=status, details=details))
