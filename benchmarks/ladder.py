@@ -160,7 +160,7 @@ class Bench:
         self.ours("+ packed", clients, plan, tokens)
         self.ours("+ fused operations", clients, plan, tokens, fused=True)
         if self.device.type == "cuda":
-            self.ours("+ recorded steps", clients, plan, tokens, fused=True, graphs=True)
+            self.ours("+ recorded steps, where they pay", clients, plan, tokens, fused=True, graphs=True)
         base = next((r["seconds"] for r in self.rows if r["name"].startswith("PEFT soft") and "seconds" in r), None)
         for row in self.rows:
             if base and "seconds" in row:

@@ -85,7 +85,7 @@ class ExpertsConfig:
     alpha: float = setting(16.0, "LoRA scale is alpha / rank.", low=1e-6)
     dropout: float = setting(0.05, "Dropout on the input of A.", low=0.0, high=0.9)
     target_modules: tuple[str, ...] = setting(
-        ("q_proj", "v_proj"), "Linear layers that carry experts, by the end of their names."
+        ("q_proj", "v_proj"), "Linear layers that carry experts, by the end of their names.", low=1
     )
 
 
@@ -155,7 +155,11 @@ class TrainingConfig:
     clients_per_step: int | Literal["auto"] = setting(
         "auto", "Clients trained in one forward and backward pass; bounds memory, never changes results."
     )
-    cuda_graphs: bool = setting(True, "Record a training step once and replay it (CUDA); false for debugging.")
+    cuda_graphs: bool = setting(
+        True,
+        "On CUDA, record a training step once and replay it where launching its kernels would take longer than "
+        "running them; false for debugging.",
+    )
 
 
 @dataclass(frozen=True)
@@ -213,6 +217,7 @@ class EvaluationConfig:
     )
     compare_routings: bool = setting(False, "Also score and time sparse, top-2 and soft routing of the same model.")
     scores: bool = setting(True, "Score the test set by generation (losses are always measured).")
+    score_rounds: bool = setting(False, "Also score the validation answers of every validated round.")
     untouched: bool = setting(True, "Also measure the bare backbone's loss.")
     rouge: Literal["rouge-score", "paper"] = setting(
         "rouge-score", "ROUGE as the rouge-score package counts it, or as the authors' release does."
@@ -230,6 +235,9 @@ class Config:
     method: str = setting("fedweave", "Federated method; `fedweave list methods` names them.")
     seed: int = setting(42, "Seed of data, partition, initialisation and training.", low=0)
     output: str | None = setting(None, "Run folder; runs/RECIPE when empty.")
+    loggers: tuple[Literal["tensorboard", "wandb", "mlflow", "trackio"], ...] = setting(
+        (), "Trackers that get a copy of every figure, as in [tensorboard]; metrics.jsonl is always written."
+    )
     engine: Literal["in-process", "flower"] = setting(
         "in-process", "Where clients run: in this process, or as Flower nodes, simulated with Ray."
     )

@@ -5,7 +5,7 @@ import torch
 
 from fedweave.config import WarmStartConfig
 from fedweave.router.mlp import RouterLayout, sparsify
-from fedweave.router.warmstart import warm_start, warm_start_client
+from fedweave.router.warmstart import Pupil, warm_start, warm_start_clients
 
 
 def test_lanes_of_routers_equal_separate_modules():
@@ -58,8 +58,8 @@ def test_warm_start_learns_the_alignment_labels_from_clients_that_each_see_a_par
     settings = WarmStartConfig(rounds=5, steps=20, batch_size=16)
 
     def updates(phi, t):
-        for i, (features, experts) in enumerate(clients):
-            yield warm_start_client(layout, phi, features, experts, settings, 1, t, i), len(features)
+        pupils = [Pupil(*client, (1, t, i)) for i, client in enumerate(clients)]
+        return zip(warm_start_clients(layout, phi, pupils, settings), (len(c[0]) for c in clients), strict=True)
 
     phi = warm_start(layout, start, 5, updates)
     features, experts = torch.cat([f for f, _ in clients]), torch.cat([e for _, e in clients])
@@ -67,3 +67,15 @@ def test_warm_start_learns_the_alignment_labels_from_clients_that_each_see_a_par
     before = layout.route(start, features).gather(1, experts[:, None])
     assert right.mean() > 0.9 > before.mean()
     assert torch.equal(phi, warm_start(layout, start, 5, updates))
+
+
+def test_clients_that_warm_up_together_do_as_each_would_alone():
+    """Also one with fewer examples than a batch: its filling must not count."""
+    torch.manual_seed(1)
+    layout, settings = RouterLayout(8, 6, 3), WarmStartConfig(rounds=1, steps=7, batch_size=10)
+    phi = layout.initial(0)
+    pupils = [Pupil(torch.randn(n, 8), torch.randint(0, 3, (n,)), (0, i)) for i, n in enumerate((30, 4, 12))]
+    together = warm_start_clients(layout, phi, pupils, settings)
+    alone = torch.cat([warm_start_clients(layout, phi, [pupil], settings) for pupil in pupils])
+    torch.testing.assert_close(together, alone, atol=1e-5, rtol=1e-4)
+    assert together.abs().max() > 1e-3

@@ -34,6 +34,12 @@ _CLIENTS_AT_ONCE = 128
 _RESIDUAL = "residual."
 
 
+def _groups(clients: Sequence[Client]) -> Iterator[Sequence[Client]]:
+    """Some clients at a time, so that memory does not grow with their number."""
+    for start in range(0, len(clients), _CLIENTS_AT_ONCE):
+        yield clients[start : start + _CLIENTS_AT_ONCE]
+
+
 def _residuals(client: Client) -> str:
     return f"{_RESIDUAL}{client.index}."
 
@@ -128,14 +134,13 @@ class InProcessEngine(Engine):
     def router_updates(
         self, method: Method, router: RouterLayout, phi: torch.Tensor, t: int
     ) -> Iterator[tuple[torch.Tensor, int]]:
-        return method.warm_router(self, self.clients, router, phi, t)
+        for group in _groups(self.clients):
+            yield from method.warm_router(self, group, router, phi, t)
 
     def answers(
         self, method: Method, state: ServerState, participants: Sequence[Client], t: int, courier: Courier
     ) -> Iterator[Parcel]:
-        """A group of them at a time, so that memory does not grow with their number."""
-        for start in range(0, len(participants), _CLIENTS_AT_ONCE):
-            group = participants[start : start + _CLIENTS_AT_ONCE]
+        for group in _groups(participants):
             for client, update in zip(group, method.local_updates(self, state, group, t), strict=True):
                 yield courier.seal(update, t, self.identity, client.residuals)
 

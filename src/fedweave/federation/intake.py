@@ -16,6 +16,7 @@ import torch
 
 from fedweave.config import Config
 from fedweave.errors import first_line
+from fedweave.federation.agreement import Agreement
 from fedweave.federation.client import Member, Update
 from fedweave.federation.compression import Spec
 from fedweave.federation.parcel import ROUTER, Courier, Parcel
@@ -40,7 +41,8 @@ class RoundReport:
 
     t: int
     participants: Sequence[Member]
-    losses: list[float] = field(default_factory=list)  # mean step loss of each accepted answer
+    agreement: Agreement | None = None  # who pulls with the others
+    losses: dict[str, float] = field(default_factory=dict)  # mean step loss of each accepted answer
     tokens: int = 0
     accepted: set[int] = field(default_factory=set)  # client indices
     refused: list[tuple[str, str]] = field(default_factory=list)  # (client, reason)
@@ -51,7 +53,7 @@ class RoundReport:
 
     @property
     def train_loss(self) -> float:
-        return float(np.mean(self.losses))
+        return float(np.mean(list(self.losses.values())))
 
     def sentence(self, name: str, reason: str) -> str:
         return f"{name}'s answer to round {self.t + 1} was refused: {reason}"
@@ -89,8 +91,10 @@ class Intake:
                 warn(f"{report.sentence(name, why)}.")
                 continue
             report.accepted.add(parcel.client)
-            report.losses.append(float(np.mean(parcel.losses)))
+            report.losses[name] = float(np.mean(parcel.losses))
             report.tokens += parcel.tokens
+            if report.agreement is not None:
+                report.agreement.add(update)
             yield update
 
     def remembered(self) -> dict[str, list[float]]:

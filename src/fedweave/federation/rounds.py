@@ -14,6 +14,7 @@ import numpy as np
 from fedweave.config import Config
 from fedweave.errors import UserError
 from fedweave.experts.dropout import stream_key
+from fedweave.federation.agreement import Agreement
 from fedweave.federation.client import Member
 from fedweave.federation.engine import Engine
 from fedweave.federation.intake import Intake, RoundReport
@@ -44,7 +45,8 @@ def one_round(
     settings = method.config.federation
     courier = method.courier(state)
     for attempt in range(1 + settings.repeats):
-        report = RoundReport(t, participants, bytes_down=engine.broadcast_bytes(state, courier))
+        received = engine.broadcast_bytes(state, courier)
+        report = RoundReport(t, participants, Agreement(state.layout), bytes_down=received)
         intake = Intake(method.config, courier, engine.identity, state, report)
         answers = engine.answers(method, state, participants, t, courier)  # lines 9-13
         moved = method.aggregate(state, intake.updates(answers, engine.console.warn))  # line 14

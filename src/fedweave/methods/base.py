@@ -23,7 +23,7 @@ from fedweave.federation.client import Client, Member, Prototypes, Update
 from fedweave.federation.engine import Engine, InProcessEngine
 from fedweave.federation.parcel import Courier
 from fedweave.router.mlp import RouterLayout
-from fedweave.router.warmstart import warm_start_client
+from fedweave.router.warmstart import Pupil, warm_start_clients
 from fedweave.training.batch import Lane
 from fedweave.training.lockstep import LaneResult
 from fedweave.training.schedule import allot_steps, local_schedule
@@ -107,12 +107,12 @@ class Method(ABC):
         self, bench: InProcessEngine, clients: Sequence[Client], router: RouterLayout, phi: torch.Tensor, t: int
     ) -> Iterator[tuple[torch.Tensor, int]]:
         """(Δφ, |D_i|) of the clients after round t of the router's warm start, which learns the labels a(i,c)."""
-        for client in clients:
-            features = client.data.features.to(bench.device)
-            experts = client.example_experts().to(bench.device)
-            settings = self.config.router.warm_start
-            delta = warm_start_client(router, phi, features, experts, settings, self.config.seed, t, client.index)
-            yield delta, len(client)
+        pupils = [
+            Pupil(client.data.features, client.example_experts(), (self.config.seed, t, client.index))
+            for client in clients
+        ]
+        deltas = warm_start_clients(router, phi, pupils, self.config.router.warm_start)
+        yield from zip(deltas, map(len, clients), strict=True)
 
     def lane(self, client: Client, state: ServerState, t: int) -> Lane:
         """Lines 10 and 11: what client i trains in round t."""

@@ -6,7 +6,8 @@ pass, no task label, and nothing leaves a client that a training round would not
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -18,25 +19,54 @@ from fedweave.experts.dropout import stream_key
 from fedweave.router.mlp import RouterLayout
 
 
-def warm_start_client(
+@dataclass
+class Pupil:
+    """What one client's router learns from."""
+
+    features: torch.Tensor  # [n, d]
+    experts: torch.Tensor  # [n] a(i,c) of every example's bucket
+    key: tuple[int | str, ...]  # names this client and round
+
+
+def warm_start_clients(
     layout: RouterLayout,
     phi: torch.Tensor,  # [Q] broadcast state
-    features: torch.Tensor,  # [n, d]
-    experts: torch.Tensor,  # [n] a(i,c) of every example's bucket
+    pupils: Sequence[Pupil],
     config: WarmStartConfig,
-    *key: int | str,
 ) -> torch.Tensor:
-    """Δφ of one client after ``config.steps`` steps of cross-entropy on its own alignment labels."""
-    rng = np.random.default_rng(stream_key("warm-start", *key))
-    local = phi[None].clone().requires_grad_()  # [1, Q]
+    """Δφ [K, Q] of K clients, each after ``config.steps`` steps of cross-entropy on its own alignment labels. They
+    march together: everything is a row of its own, so none sees the others."""
+    device, count = phi.device, len(pupils)
+    features = torch.cat([p.features for p in pupils]).to(device)
+    experts = torch.cat([p.experts for p in pupils]).to(device)
+    index, weight = _batches([len(p.features) for p in pupils], [p.key for p in pupils], config)
+    local = phi.repeat(count, 1).requires_grad_()  # [K, Q]
     optimiser = torch.optim.AdamW([local], lr=config.lr, weight_decay=0.0)
-    for _ in range(config.steps):
-        batch = torch.from_numpy(rng.permutation(len(features))[: config.batch_size]).to(features.device)
-        logits = layout.logits(layout.views(local), features[batch][None])[0]
+    for rows, share in zip(index.to(device), weight.to(device), strict=True):  # [K, b]
+        logits = layout.logits(layout.views(local), features[rows])  # [K, b, M]
+        losses = F.cross_entropy(logits.flatten(0, 1), experts[rows].flatten(), reduction="none").view_as(share)
         optimiser.zero_grad()
-        F.cross_entropy(logits, experts[batch]).backward()
+        (losses * share).sum().backward()
         optimiser.step()
-    return (local.detach() - phi)[0]
+    return local.detach() - phi
+
+
+def _batches(
+    sizes: Sequence[int], keys: Sequence[tuple[int | str, ...]], config: WarmStartConfig
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Rows of all steps [steps, K, b] in the joined features, and their weights: a small client's batch is filled
+    up with rows of weight 0."""
+    widest = min(config.batch_size, max(sizes))
+    index = np.zeros((config.steps, len(sizes), widest), dtype=np.int64)
+    weight = np.zeros(index.shape, dtype=np.float32)
+    first = 0
+    for k, (size, key) in enumerate(zip(sizes, keys, strict=True)):
+        rng, batch = np.random.default_rng(stream_key("warm-start", *key)), min(size, widest)
+        for step in range(config.steps):
+            index[step, k, :batch] = first + rng.permutation(size)[:batch]
+        weight[:, k, :batch] = 1 / batch
+        first += size
+    return torch.from_numpy(index), torch.from_numpy(weight)
 
 
 def warm_start(

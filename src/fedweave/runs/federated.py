@@ -90,7 +90,10 @@ class Sites:
             "router_entropy": total.mean_entropy if math.isfinite(total.mean_entropy) else None,
         }
 
-    def audit(self) -> None:
+    def labels(self) -> dict[str, Any]:
+        return {}  # sites keep their labels, and their features
+
+    def prompts(self) -> None:
         return None
 
     def summarise(self, run: RunFolder, progress: Progress, console: Console) -> dict[str, Any]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -26,6 +27,7 @@ from fedweave.federation.checkpoint import (
 )
 from fedweave.methods.base import ServerState
 from fedweave.router.mlp import RouterLayout
+from fedweave.runs.loggers import Loggers
 from fedweave.settings import to_tree
 
 if TYPE_CHECKING:
@@ -34,6 +36,7 @@ if TYPE_CHECKING:
 # Keys that a resumed run may change: they do not alter what was already computed.
 FREE_KEYS = (
     "output",
+    "loggers",
     "engine",
     "evaluation",
     "training.rounds",
@@ -66,6 +69,7 @@ class RunFolder:
         self.path = path
         self.checkpoints = path / "checkpoints"
         self.metrics = path / "metrics.jsonl"
+        self.loggers = Loggers([])
 
     # ---------------------------------------------------------------------------------- life
 
@@ -108,7 +112,7 @@ class RunFolder:
             raise UserError(f"the data of {self.path} has changed since the run began; restore it or start anew.")
 
     def log(self, event: str, **values: Any) -> None:
-        """Append one event to metrics.jsonl."""
+        """Append one event to metrics.jsonl; trackers get a copy of its figures."""
         try:
             with open(self.metrics, "a", encoding="utf-8") as out:
                 out.write(json.dumps({"event": event, **values}) + "\n")
@@ -116,6 +120,7 @@ class RunFolder:
             raise UserError(
                 f"{self.metrics} cannot be written ({error.strerror}); free some space and resume."
             ) from None
+        self.loggers.event(event, values)
 
     def write_json(self, name: str, content: Any) -> None:
         write_atomic(self.path / name, json.dumps(content, indent=1, ensure_ascii=False))
@@ -149,14 +154,16 @@ class RunFolder:
         save_checkpoint(self.checkpoints, round_name(progress.completed), tensors, meta)
         prune(self.checkpoints, keep={round_name(0)})
 
-    def newest(self, console: Console) -> Snapshot | None:
-        """The newest checkpoint that can be read; nothing is changed on disk."""
+    def snapshots(self, console: Console) -> Iterator[Snapshot]:
+        """The checkpoints that can be read, newest first; nothing is changed on disk."""
         for path in reversed(round_checkpoints(self.checkpoints)):
             try:
-                return Snapshot(*load_checkpoint(path), path)
+                yield Snapshot(*load_checkpoint(path), path)
             except UserError as error:
                 console.warn(f"{error} Falling back to the one before.")
-        return None
+
+    def newest(self, console: Console) -> Snapshot | None:
+        return next(self.snapshots(console), None)
 
     def load(self, ground: Ground, console: Console) -> Progress | None:
         """Put the newest checkpoint back onto the ground, to go on from there; None when there is none yet."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import time
 from pathlib import Path
 from typing import Any, Protocol
@@ -12,7 +13,6 @@ from fedweave.backbone.load import weights_hash
 from fedweave.config import Config, dump_config
 from fedweave.console import Console
 from fedweave.errors import UserError
-from fedweave.evaluation.audit import alignment_audit, per_task
 from fedweave.evaluation.losses import example_losses
 from fedweave.federation.checkpoint import write_atomic
 from fedweave.federation.intake import RoundReport
@@ -21,8 +21,12 @@ from fedweave.methods import build_method
 from fedweave.methods.base import ServerState
 from fedweave.router.mlp import sparsify
 from fedweave.runs.folder import Progress, RunFolder
-from fedweave.runs.report import final_report
-from fedweave.runs.summary import served_models, summarise
+from fedweave.runs.live import LiveProgress
+from fedweave.runs.loggers import open_loggers, require_loggers
+from fedweave.runs.records import label_record, prompt_map, round_record, validation_record
+from fedweave.runs.summary import peak_memory, served_models, summarise
+from fedweave.runs.testing import answer_scores
+from fedweave.runs.text import summary_text
 from fedweave.runs.workspace import Kept, Prepared, Workspace, prepare
 
 
@@ -32,6 +36,7 @@ def start(config: Config, output: Path, console: Console, kept: Kept | None = No
         raise UserError(
             f"the run folder {output} exists; continue it with `fedweave resume {output}` or choose another output."
         )
+    require_loggers(config.loggers)
     prepared = prepare(config, console, kept)
     run = RunFolder.create(output, config, prepared.data.manifest)
     console.say(f"run folder: {output}")
@@ -41,6 +46,7 @@ def start(config: Config, output: Path, console: Console, kept: Kept | None = No
 def resume(path: Path, overrides: list[str], console: Console, kept: Kept | None = None) -> dict[str, Any]:
     """Continue a run from its newest checkpoint."""
     run, config = RunFolder.open(path, overrides)
+    require_loggers(config.loggers)
     prepared = prepare(config, console, kept)
     run.check_manifest(prepared.data.manifest)
     if overrides:  # more rounds stay asked for, even if this session is killed too
@@ -60,8 +66,11 @@ class Ground(Protocol):
     def validate(self, state: ServerState, completed: int) -> dict[str, Any]:
         """Validation ``loss`` and what else the log keeps."""
 
-    def audit(self) -> dict[str, Any] | None:
-        """How buckets and experts match true labels, where somebody has them."""
+    def labels(self) -> dict[str, Any]:
+        """What discovery.json adds where somebody has true labels."""
+
+    def prompts(self) -> dict[str, Any] | None:
+        """A map of prompts for the report, where their features are at hand."""
 
     def summarise(self, run: RunFolder, progress: Progress, console: Console) -> dict[str, Any]:
         """Everything that summary.json holds, but for the timing."""
@@ -85,20 +94,16 @@ class Bench:
             weights = model.weights(held.features)
             gates = sparsify(weights, build_method(self.config).selection)
             losses += example_losses(self.backbone, held.encoded, model.mixture, model.theta, gates) / len(models)
-        entropy = -(weights.clamp(min=1e-12).log() * weights).sum(1).mean().item()
-        return {
-            "loss": losses.mean().item(),
-            "tasks": per_task(losses, held.labels),
-            "router_entropy": entropy,
-        }
+        record = validation_record(losses, weights, held)
+        if self.config.evaluation.score_rounds:
+            record["scores"] = answer_scores(self.config, self.workspace.tasks, models, held, self.engine.console)
+        return record
 
-    def audit(self) -> dict[str, Any] | None:
-        if len(self.workspace.tasks) < 2:
-            return None
-        clients = self.engine.clients
-        return alignment_audit(
-            [c.buckets for c in clients], [c.assignment for c in clients], self.workspace.client_labels
-        )
+    def labels(self) -> dict[str, Any]:
+        return label_record(self.workspace)
+
+    def prompts(self) -> dict[str, Any]:
+        return prompt_map(self.workspace)
 
     def summarise(self, run: RunFolder, progress: Progress, console: Console) -> dict[str, Any]:
         return summarise(run, self, self.workspace, progress, console)
@@ -111,12 +116,16 @@ class Bench:
 
 def _execute(run: RunFolder, prepared: Prepared, console: Console) -> dict[str, Any]:
     console.spent.clear()
+    console.on_progress = LiveProgress(run.path, prepared.config.training.rounds).phase
     if prepared.config.engine == "flower":
         from fedweave.runs.simulated import simulate
 
         return simulate(run, prepared, console)
     started = time.monotonic()
     workspace = prepared.build(console)
+    device = workspace.backbone.device
+    if device.type == "cuda":  # the peak is to be this run's, not an earlier one's in the process
+        torch.cuda.reset_peak_memory_stats(device)
     if build_method(workspace.config).uses_labels:
         console.warn(f"{workspace.config.method} is told every task label: an upper bound, not a method.")
         workspace.reveal_labels()
@@ -126,8 +135,11 @@ def _execute(run: RunFolder, prepared: Prepared, console: Console) -> dict[str, 
 def carry_out(run: RunFolder, ground: Ground, console: Console, started: float) -> dict[str, Any]:
     """All phases of a run, from wherever its folder says it stands."""
     method = build_method(ground.config)
+    live = LiveProgress(run.path, ground.config.training.rounds)
+    console.on_progress = live.phase
     progress = run.load(ground, console)
     earlier = progress.seconds if progress else 0.0
+    run.loggers = open_loggers(ground.config, run.path, progress.completed + 1 if progress else 0, console)
     if progress is None:
         state = method.prepare(ground.engine)
         loss = _validate(ground, state, run, 0)
@@ -136,23 +148,14 @@ def carry_out(run: RunFolder, ground: Ground, console: Console, started: float) 
         run.save(ground, progress)
     else:
         console.say(f"resuming after round {progress.completed}")
+    live.begin_rounds(progress.completed)
     bar = console.progress("rounds", ground.config.training.rounds, "rounds")
     bar.advance(progress.completed)
 
     def after_round(state: ServerState, report: RoundReport) -> None:
         """Validate, remember the best, save."""
         completed = report.t + 1
-        run.log(
-            "round",
-            round=completed,
-            train_loss=report.train_loss,
-            tokens=report.tokens,
-            participants=[c.name for c in report.participants],
-            refused=[{"client": name, "reason": reason} for name, reason in report.refused],
-            clipped=report.clipped,
-            bytes_up=report.bytes_up,
-            bytes_down=report.bytes_down,
-        )
+        run.log("round", round=completed, **round_record(report))
         rounds, every = ground.config.training.rounds, ground.config.evaluation.every
         note = f"train loss {report.train_loss:.3f}"
         progress.state, progress.completed = state, completed
@@ -163,6 +166,7 @@ def carry_out(run: RunFolder, ground: Ground, console: Console, started: float) 
                 progress.best, progress.best_round, progress.best_loss = state, completed, loss
         progress.seconds = earlier + time.monotonic() - started
         run.save(ground, progress)
+        live.round_done()
         bar.advance(1, note)
 
     remaining = range(progress.completed, ground.config.training.rounds)
@@ -175,9 +179,13 @@ def carry_out(run: RunFolder, ground: Ground, console: Console, started: float) 
         "until_last_round_s": round(training_seconds, 2),
         "total_s": round(earlier + time.monotonic() - started, 2),
         "phases_s": {label: round(seconds, 2) for label, seconds in console.spent.items()},
+        "peak_memory_bytes": peak_memory(ground.backbone.device),
     }
     run.write_json("summary.json", summary)
-    console.say(final_report(summary))
+    run.loggers.test(summary)
+    run.loggers.close()
+    live.finish()
+    console.say(summary_text(summary))
     return summary
 
 
@@ -189,7 +197,7 @@ def _validate(ground: Ground, state: ServerState, run: RunFolder, completed: int
 
 
 def _record_discovery(run: RunFolder, ground: Ground, state: ServerState, console: Console) -> None:
-    """discovery.json, and in a few words what came out."""
+    """discovery.json and embedding.json, and in a few words what came out."""
     clients = ground.engine.clients
     record: dict[str, Any] = {
         **state.report,
@@ -203,9 +211,9 @@ def _record_discovery(run: RunFolder, ground: Ground, state: ServerState, consol
             for c in clients
         },
     }
-    if (audit := ground.audit()) is not None:
-        record["audit"] = audit
-    run.write_json("discovery.json", record)
+    run.write_json("discovery.json", record | ground.labels())
+    if (prompts := ground.prompts()) is not None:
+        write_atomic(run.path / "embedding.json", json.dumps(prompts, ensure_ascii=False))
     for client in clients:
         if client.note:
             console.warn(f"client {client.name!r}: {client.note}; it has one bucket.")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import platform
 import subprocess
+import sys
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
@@ -12,6 +13,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 
 import fedweave
+from fedweave.analysis.budget import trained_parameters
 from fedweave.backbone.load import Backbone
 from fedweave.config import Config
 from fedweave.console import Console
@@ -19,6 +21,7 @@ from fedweave.data.examples import Task
 from fedweave.evaluation.audit import per_task
 from fedweave.evaluation.losses import example_losses
 from fedweave.federation.checkpoint import write_atomic
+from fedweave.federation.client import Client
 from fedweave.federation.engine import InProcessEngine
 from fedweave.inference.model import RoutedModel
 from fedweave.methods import build_method
@@ -54,6 +57,7 @@ def summarise(
 ) -> dict[str, Any]:
     """Everything that summary.json holds, but for the timing; without a tester there is no test in it."""
     config, clients, backbone = ground.config, ground.engine.clients, ground.backbone
+    here = [client for client in clients if isinstance(client, Client)]  # none where the clients are sites
     discovery = json.loads((run.path / "discovery.json").read_text(encoding="utf-8"))
     return {
         "schema": SCHEMA,
@@ -63,12 +67,14 @@ def summarise(
         "notes": [*(tester.notes if tester else []), *([backbone.note] if backbone.note else [])],
         "clients": len(clients),
         "examples": sum(len(c) for c in clients),
+        "train_tokens": sum(len(e.ids) for c in here for e in c.data.examples) if here else None,
         "buckets": sum(len(c.sizes) for c in clients),
         "experts": progress.state.layout.experts,
         "parameters": {
             "experts": progress.state.layout.size,
             "router": progress.state.phi.numel() if progress.state.phi is not None else 0,
         },
+        "trained_parameters": trained_parameters(config.method, progress.state.layout, progress.state.router),
         "rounds": progress.completed,
         "communication": _communication(run, progress.state),
         "validation": {"best_round": progress.best_round, "best_loss": progress.best_loss},
@@ -145,6 +151,18 @@ def environment(device: torch.device) -> dict[str, Any]:
             continue
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else platform.machine()
     return {"versions": packages, "device": f"{device.type}: {name}", "commit": _commit()}
+
+
+def peak_memory(device: torch.device) -> int | None:
+    """Most bytes in use so far: tensors on a GPU, the whole process on a CPU (where the system tells)."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    try:
+        import resource
+    except ImportError:  # Windows
+        return None
+    unit = 1 if sys.platform == "darwin" else 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
 
 
 def _commit() -> str | None:

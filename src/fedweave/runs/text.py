@@ -7,7 +7,7 @@ from typing import Any
 from fedweave.console import shade, table
 
 
-def final_report(summary: dict[str, Any]) -> str:
+def summary_text(summary: dict[str, Any]) -> str:
     """A summary as text."""
     best, chosen = summary["test"].get("best"), summary["validation"]
     parts = [
