@@ -39,6 +39,7 @@ from fedweave.methods.base import Method, ServerState
 from fedweave.router.mlp import RouterLayout
 
 _GRACE = 30.0  # seconds that a resumed run gives its sites to come back before it goes on with enough of them
+_HELLO = 30.0  # seconds after which an unanswered hello is said again: a busy site answers the last one
 _AGAIN = 60.0  # seconds before a node that gave an error is greeted again
 
 
@@ -56,7 +57,7 @@ class FlowerEngine(Engine):
         self.fingerprint = ""
         self._greeted: dict[int, str] = {}  # node -> the site's name, or "" for one that was turned away
         self._again: dict[int, float] = {}  # node -> when to greet it again after an error
-        self._hellos: dict[str, int] = {}  # message -> node that has been greeted and has not answered
+        self._hellos: dict[str, tuple[int, float]] = {}  # message -> node that has not answered, until when
         self._waiting: dict[str, RemoteClient] = {}  # sites that are here and take no part yet
 
     # ---------------------------------------------------------------------------------- who is there
@@ -132,17 +133,22 @@ class FlowerEngine(Engine):
         for name in [name for name, client in self._waiting.items() if client.node not in nodes]:
             del self._waiting[name]
         self._greeted = {node: name for node, name in self._greeted.items() if node in nodes}
-        self._hellos = {number: node for number, node in self._hellos.items() if node in nodes}
-        fresh = sorted(nodes - set(self._greeted) - set(self._hellos.values()))
+        now = time.monotonic()
+        self._hellos = {k: (node, end) for k, (node, end) in self._hellos.items() if node in nodes and end > now}
+        fresh = sorted(nodes - set(self._greeted) - {node for node, _ in self._hellos.values()})
+        strangers = [RemoteClient(-1, "", node) for node in fresh if self._again.get(node, 0.0) < now]
         self._hellos |= self.post.push(
-            "hello", [RemoteClient(-1, "", node) for node in fresh], Letter(), lambda c: c.node
+            "hello", strangers, Letter(), lambda stranger: (stranger.node, now + _HELLO), _HELLO
         )
         for reply in self.post.pull(self._hellos):  # nobody is waited for: a silent node holds up no round
-            node = self._hellos.pop(reply.metadata.reply_to_message_id)
+            node, _ = self._hellos.pop(reply.metadata.reply_to_message_id)
             if is_expired(reply):
                 continue  # it is greeted again at the next look
             letter = self.post.opened(reply, f"node {node}")
-            self._greeted[node] = self._meet(node, letter) if letter is not None else ""
+            if letter is not None:
+                self._greeted[node] = self._meet(node, letter)
+            else:
+                self._again[node] = now + _AGAIN
 
     def _miss(self, client: RemoteClient) -> None:
         """A site that missed a deadline holds up nobody else: it is asked again after its next hello."""

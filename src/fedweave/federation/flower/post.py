@@ -65,7 +65,7 @@ class Post:
         """Ask these sites and hand their answers out as they come, until all have answered or time is up."""
         if not clients:
             return
-        waiting = self.push(step, clients, letter, lambda client: client)
+        waiting = self.push(step, clients, letter, lambda client: client, self.deadline + _EXPIRY)
         end = time.monotonic() + self.deadline
         while waiting and time.monotonic() < end:
             for reply in self.pull(waiting):
@@ -79,16 +79,21 @@ class Post:
             self.silent(client)
 
     def push(
-        self, step: str, clients: Sequence[RemoteClient], letter: Letter, who: Callable[[RemoteClient], Any]
+        self,
+        step: str,
+        clients: Sequence[RemoteClient],
+        letter: Letter,
+        who: Callable[[RemoteClient], Any],
+        valid: float,
     ) -> dict[str, Any]:
-        """Send a letter to each; returns ``who`` by the message's number."""
+        """Send a letter to each, ``valid`` for so many seconds; returns ``who`` by the message's number."""
         if not clients:
             return {}
         arrays = to_record(letter.arrays)
         numbers = self.grid.push_messages([
             Message(
                 to_records(self._addressed(letter, step, client), arrays), client.node or 0, _kind(step),
-                ttl=self.deadline + _EXPIRY,
+                ttl=valid,
             )
             for client in clients
         ])  # fmt: skip
