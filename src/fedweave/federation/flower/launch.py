@@ -127,6 +127,12 @@ class SuperNode:
         time.sleep(min(30.0, 2.0**self.failures))
         self.start()
 
+    def renew(self) -> None:
+        """A fresh SuperNode. One that outlives a run which ended in the middle of a question may keep an answer that
+        nobody waits for, and is one answer behind from then on."""
+        self.stop()
+        self.start()
+
     def stop(self) -> None:
         if self.process is not None and self.process.poll() is None:
             self.process.terminate()

@@ -28,7 +28,14 @@ def work(site: SiteConfig, console: Console, own_supernode: bool) -> None:
     models = Models()
     answering = Site(source, models, console)
 
+    runs: list[int] = []  # the one that this SuperNode has seen
+
     def answer(message: Message) -> Message:
+        if own_supernode and runs and runs[0] != message.metadata.run_id:
+            runs.clear()
+            node.renew()
+            raise RuntimeError("the SuperNode was started anew for another run; the question will be asked again")
+        runs[:] = [message.metadata.run_id]
         letter = from_records(message.content)
         reply = answering.answer(letter)
         console.say(f"{letter.facts.get('step')}: sent {reply.array_bytes / 1e6:.2f} MB of arrays")
