@@ -128,8 +128,8 @@ class SuperNode:
         self.start()
 
     def renew(self) -> None:
-        """A fresh SuperNode. One that outlives a run which ended in the middle of a question may keep an answer that
-        nobody waits for, and is one answer behind from then on."""
+        """A fresh SuperNode. One that outlives a run which ended in the middle of a question may keep an answer
+        that nobody waits for, and is one answer behind from then on."""
         self.stop()
         self.start()
 
