@@ -22,7 +22,7 @@ from fedweave.errors import UserError
 from fedweave.federation.client import Prototypes
 from fedweave.federation.engine import Engine
 from fedweave.federation.evaluate import Loss
-from fedweave.federation.flower.post import POLL, Post, RemoteClient, is_expired
+from fedweave.federation.flower.post import POLL, Post, RemoteClient, is_lost
 from fedweave.federation.intake import Refused, check_identity
 from fedweave.federation.letters import Letter
 from fedweave.federation.parcel import Courier, Parcel, array_bytes
@@ -142,7 +142,7 @@ class FlowerEngine(Engine):
         )
         for reply in self.post.pull(self._hellos):  # nobody is waited for: a silent node holds up no round
             node, _ = self._hellos.pop(reply.metadata.reply_to_message_id)
-            if is_expired(reply):
+            if is_lost(reply):
                 continue  # it is greeted again at the next look
             letter = self.post.opened(reply, f"node {node}")
             if letter is not None:

@@ -129,8 +129,9 @@ class Post:
         return None
 
 
-def is_expired(reply: Message) -> bool:
-    return reply.has_error() and reply.error.code in _EXPIRED
+def is_lost(reply: Message) -> bool:
+    """Whether Flower lost the question or the node, so that asking again is all there is to do."""
+    return reply.has_error() and reply.error.code in _REASONS
 
 
 def _kind(step: str) -> str:
