@@ -46,6 +46,7 @@ def _simulated(letter: Letter, partition: int) -> Letter:
         site.rest()
 
 
-app.query()(_answer)
+for question in ("hello", "discover", "start", "warm"):
+    app.query(question)(_answer)
 app.train()(_answer)
 app.evaluate()(_answer)

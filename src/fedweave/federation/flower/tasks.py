@@ -17,12 +17,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import httpx
-from flwr.app import Message
+from flwr.app import Context, Message
 from flwr.common.constant import SubStatus
 from flwr.common.serde import context_from_proto, run_from_proto
 from flwr.proto.runtime_pb2 import AcquireTaskRequest, PullTaskInputRequest, PushTaskOutputRequest
 from flwr.serverapp import Grid
 from flwr.supercore.constant import TaskType
+from flwr.supercore.fab import Fab
 from flwr.supercore.heartbeat import make_task_heartbeat_fn_http
 from flwr.supercore.interceptors import (
     RuntimeTokenHttpInterceptor,
@@ -30,6 +31,7 @@ from flwr.supercore.interceptors import (
     SuperExecAuthHttpInterceptor,
 )
 from flwr.supercore.retry import RetryInvoker, exponential
+from flwr.supercore.run import Run
 from flwr.supercore.runtime import RuntimeHttpClient
 from flwr.supercore.task_identity import TaskIdentity
 from flwr.superlink.grid import HttpGrid
@@ -112,29 +114,46 @@ def _heartbeat(client: RuntimeHttpClient) -> Iterator[None]:
 def answer_messages(runtime: Runtime, answer: Callable[[Message], Message], alive: Callable[[], None]) -> None:
     """Answer a SuperNode's messages one after the other, for ever. ``alive`` is called between two looks and may
     raise to end it; a SuperNode that is away is waited for."""
-    client = runtime.client()
+    client, letter = runtime.client(), None
     while True:
         alive()
         try:
             token = _acquire(client, TaskType.CLIENT_APP)
-            if token is not None:
-                _answer_one(runtime.client(token), answer)
+            if token is not None:  # whatever has not come in by now never will: its run has ended
+                letter = _Incoming(runtime.client(token))
+            if letter is not None and letter.complete:
+                letter.reply(answer)
+                letter = None
                 continue
         except (httpx.HTTPError, RuntimeError):  # the SuperNode is starting, or gone in the middle
-            pass
+            letter = None
         time.sleep(POLL)
 
 
-def _answer_one(client: RuntimeHttpClient, answer: Callable[[Message], Message]) -> None:
-    status, details, context = SubStatus.FAILED, "no answer", None
-    with _heartbeat(client):
-        try:
-            message, context, _, _ = pull_task_input(client)  # the app that came with it is not looked at
-            push_message(client, answer(message), context)
-            status, details = SubStatus.COMPLETED, ""
-        finally:
-            push_task_output(client, context, status, details)
-            client.close()
+class _Incoming:
+    """A message on its way in. It is fetched in a thread, because Flower waits without end for the parts of a
+    message whose run was ended in between."""
+
+    def __init__(self, client: RuntimeHttpClient):
+        self.client = client
+        self.input: tuple[Message, Context, Run, Fab] | None = None
+        threading.Thread(target=self._fetch, daemon=True).start()
+
+    def _fetch(self) -> None:
+        with suppress(Exception):  # it stays incomplete
+            self.input = pull_task_input(self.client)
+
+    @property
+    def complete(self) -> bool:
+        return self.input is not None
+
+    def reply(self, answer: Callable[[Message], Message]) -> None:
+        assert self.input is not None
+        message, context, _, _ = self.input  # the app that came with it is not looked at
+        with _heartbeat(self.client):
+            push_message(self.client, answer(message), context)
+            push_task_output(self.client, context, SubStatus.COMPLETED, "")
+        self.client.close()
 
 
 # -------------------------------------------------------------------------------------- the server
