@@ -6,7 +6,7 @@ import shutil
 import pytest
 import torch
 
-import fedweave
+from fedweave import FedWeaveModel
 from fedweave.bundle import export_run, load_bundle
 from fedweave.cli import main
 from fedweave.errors import UserError
@@ -57,10 +57,10 @@ def test_each_expert_loads_with_peft_and_gives_the_same_logits(bundle, model_fol
 
 
 def test_a_bundle_answers_exactly_like_its_run(run, bundle):
-    from_run, from_bundle = fedweave.load_model(run), fedweave.load_model(bundle)
+    from_run, from_bundle = FedWeaveModel.from_pretrained(run), FedWeaveModel.from_pretrained(bundle)
     assert torch.equal(from_run.theta, from_bundle.theta) and torch.equal(from_run.phi, from_bundle.phi)
     for routing in ("sparse", "soft"):
-        a, b = (model.answer(PROMPTS, routing, 6) for model in (from_run, from_bundle))
+        a, b = (model.generate(PROMPTS, routing, max_new_tokens=6) for model in (from_run, from_bundle))
         assert a == b
     assert sparsify(from_bundle.route(PROMPTS), "sparse").sum() == len(PROMPTS)
 

@@ -59,6 +59,17 @@ class Backbone:
         text = json.dumps([weights, vocabulary, self.prompts.settings()], sort_keys=True)
         return hashlib.sha256(text.encode()).hexdigest()[:32]
 
+    @property
+    def end_ids(self) -> list[int]:
+        """Tokens that end an answer: the one that was trained, and the tokenizer's own end of text."""
+        ends = [self.prompts.end_id, self.tokenizer.eos_token_id]
+        return list(dict.fromkeys(i for i in ends if i is not None))
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Hidden states [n, d] to logits [n, V], with the soft-cap of the families that have one."""
+        logits = hidden @ self.head.T
+        return self.softcap * torch.tanh(logits / self.softcap) if self.softcap else logits
+
     def hidden(self, packed: Packed, cache: Any = None) -> torch.Tensor:
         """Last hidden states after the final norm, [T, d]; a cache keeps every layer's keys and values."""
         out = self.model.base_model(
@@ -120,9 +131,7 @@ class Backbone:
 
         packed = packing.pack([[np.arange(5, dtype=np.int32) + 3]], self.device)
         with torch.no_grad():
-            logits = (self.hidden(packed) @ self.head.T).float()
-        if self.softcap:
-            logits = self.softcap * torch.tanh(logits / self.softcap)
+            logits = self.logits(self.hidden(packed)).float()
         close = torch.nn.functional.cosine_similarity(logits, expected, dim=-1).min().item()
         scale = (logits.norm() / expected.norm()).item()
         if not (close > 0.99 and abs(scale - 1) < 0.02):

@@ -5,10 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 from fedweave.config import Config
-from fedweave.inference.model import RoutedModel
+from fedweave.inference.model import FedWeaveModel
 
 
-def model_card(config: Config, model: RoutedModel, facts: dict[str, Any], summary: dict[str, Any] | None) -> str:
+def model_card(config: Config, model: FedWeaveModel, facts: dict[str, Any], summary: dict[str, Any] | None) -> str:
     layout = model.mixture.layout
     lines = [
         "---",
@@ -35,10 +35,10 @@ def model_card(config: Config, model: RoutedModel, facts: dict[str, Any], summar
         "With its router:",
         "",
         "```python",
-        "import fedweave",
+        "from fedweave import FedWeaveModel",
         "",
-        'model = fedweave.load_model("PATH")',
-        'model.answer(["…"])',
+        'model = FedWeaveModel.from_pretrained("PATH")',
+        'model.generate(["…"])',
         "```",
         "",
         "One expert, with plain PEFT:",

@@ -23,7 +23,7 @@ from fedweave.backbone.gguf import file_sha256
 from fedweave.bundle.card import model_card
 from fedweave.config import Config
 from fedweave.errors import UserError
-from fedweave.inference.model import RoutedModel
+from fedweave.inference.model import FedWeaveModel
 from fedweave.runs.use import load_models
 from fedweave.settings import to_tree
 
@@ -61,7 +61,7 @@ def export_run(run: Path, target: Path, last: bool = False) -> dict[str, Any]:
     return description
 
 
-def describe(config: Config, model: RoutedModel, facts: dict[str, Any]) -> dict[str, Any]:
+def describe(config: Config, model: FedWeaveModel, facts: dict[str, Any]) -> dict[str, Any]:
     """Everything that loading needs and that the tensors do not say."""
     layout = model.mixture.layout
     return {
@@ -81,13 +81,13 @@ def describe(config: Config, model: RoutedModel, facts: dict[str, Any]) -> dict[
     }
 
 
-def check_finite(model: RoutedModel) -> None:
+def check_finite(model: FedWeaveModel) -> None:
     for name, tensor in (("experts", model.theta), ("router", model.phi)):
         if tensor is not None and not torch.isfinite(tensor).all():
             raise UserError(f"the run's {name} hold NaN or infinity and cannot be exported.")
 
 
-def _write_expert(folder: Path, model: RoutedModel, config: Config, expert: int) -> None:
+def _write_expert(folder: Path, model: FedWeaveModel, config: Config, expert: int) -> None:
     """One PEFT adapter. Only what every loader understands: LoRA on named linear layers, no bias, no extras."""
     layout = model.mixture.layout
     folder.mkdir()
@@ -110,7 +110,7 @@ def _write_expert(folder: Path, model: RoutedModel, config: Config, expert: int)
     (folder / "adapter_config.json").write_text(json.dumps(adapter, indent=1), encoding="utf-8")
 
 
-def _write_router(folder: Path, model: RoutedModel) -> None:
+def _write_router(folder: Path, model: FedWeaveModel) -> None:
     """The routers' weights under their names; with several, name.N."""
     if model.router is None or model.phi is None:
         return

@@ -16,7 +16,7 @@ from fedweave.config import BackboneConfig
 from fedweave.errors import UserError
 from fedweave.experts.layout import AdapterLayout
 from fedweave.experts.mixture import Mixture
-from fedweave.inference.model import RoutedModel
+from fedweave.inference.model import FedWeaveModel
 from fedweave.router.mlp import RouterLayout
 from fedweave.settings import build
 
@@ -25,7 +25,7 @@ def is_bundle(folder: Path) -> bool:
     return (folder / "fedweave.json").is_file()
 
 
-def load_bundle(folder: Path, model: str | None = None, device: str = "auto") -> RoutedModel:
+def load_bundle(folder: Path, model: str | None = None, device: str = "auto") -> FedWeaveModel:
     """A bundle's model. ``model`` names the backbone when it lies elsewhere than where it was trained."""
     description = _description(folder)
     for name, checksum in description["files"].items():
@@ -47,7 +47,7 @@ def load_bundle(folder: Path, model: str | None = None, device: str = "auto") ->
     layout = AdapterLayout.of(layers, description["rank"], description["experts"])
     singles = [_expert(folder / f"expert_{m}", layout.with_experts(1)) for m in range(layout.experts)]
     router, phi = _router(folder, description)
-    return RoutedModel(
+    return FedWeaveModel(
         backbone=backbone,
         mixture=Mixture(layers, layout, description["alpha"]),
         theta=layout.stack(singles).to(backbone.device),

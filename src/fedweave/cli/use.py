@@ -6,7 +6,6 @@ import argparse
 import sys
 from pathlib import Path
 
-import fedweave
 from fedweave.cli.verbs import Verbs, last, overrides, quiet
 from fedweave.console import Console
 from fedweave.errors import UserError
@@ -26,6 +25,10 @@ def register(verbs: Verbs) -> None:
     generate.add_argument("prompts", nargs="*", help="prompts; standard input gives one per line")
     generate.add_argument("--routing", choices=["sparse", "soft", "top2", "top3", "top4"], default="sparse")
     generate.add_argument("--max-new-tokens", type=int, default=64)
+    generate.add_argument("--temperature", type=float, help="draw answers at this temperature; greedy without it")
+    generate.add_argument("--top-p", type=float, help="with --temperature: nucleus sampling")
+    generate.add_argument("--seed", type=int, help="with --temperature: repeat the same draw")
+    generate.add_argument("--stop", action="append", metavar="TEXT", help="end an answer before this text")
     last(generate)
     export = verbs.add("export", _export, "Write a run's model as a bundle of PEFT adapters and a router.")
     export.add_argument("folder", type=Path, help="the run folder")
@@ -40,15 +43,23 @@ def _evaluate(arguments: argparse.Namespace, console: Console) -> None:
 
 
 def _generate(arguments: argparse.Namespace, console: Console) -> None:
+    from fedweave.inference.model import FedWeaveModel
+    from fedweave.inference.sampling import Sampling
+
     prompts = arguments.prompts or [line.rstrip("\n") for line in sys.stdin if line.strip()]
     if not prompts or not all(p.strip() for p in prompts):
         raise UserError("there is no prompt; give one in quotes, or one per line on standard input.")
-    if arguments.max_new_tokens < 1:
-        raise UserError("--max-new-tokens must be at least 1.")
-    model = fedweave.load_model(arguments.folder, arguments.last)
-    for prompt, answer in zip(
-        prompts, model.answer(prompts, arguments.routing, arguments.max_new_tokens), strict=True
-    ):
+    options = {
+        "max_new_tokens": arguments.max_new_tokens,
+        "do_sample": arguments.temperature is not None,
+        "temperature": arguments.temperature,
+        "top_p": arguments.top_p,
+        "seed": arguments.seed,
+        "stop_strings": arguments.stop,
+    }
+    Sampling.of(options)  # complain before the model loads
+    model = FedWeaveModel.from_pretrained(arguments.folder, last=arguments.last)
+    for prompt, answer in zip(prompts, model.generate(prompts, arguments.routing, **options), strict=True):
         bars = "  ".join(f"{m}:{w:.2f}" for m, w in enumerate(answer.weights))
         console.say(f"[{prompt}]  expert {answer.expert}  ({bars})")
         print(answer.text)

@@ -11,6 +11,8 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 
+from fedweave.errors import UserError
+
 
 @dataclass(frozen=True)
 class RouterLayout:
@@ -77,7 +79,9 @@ def sparsify(weights: torch.Tensor, routing: str) -> torch.Tensor:
     """Soft weights [n, M] as they are, or the largest k of each row, renormalised: sparse is 1, top3 is 3."""
     if routing == "soft":
         return weights
-    keep = 1 if routing == "sparse" else int(routing.removeprefix("top"))
-    top = weights.topk(min(keep, weights.shape[1]), dim=1)
+    keep = routing.removeprefix("top") if routing != "sparse" else "1"
+    if not keep.isdecimal() or int(keep) < 1:
+        raise UserError(f"routing={routing!r} is unknown; use sparse, soft, or topK as in top2.")
+    top = weights.topk(min(int(keep), weights.shape[1]), dim=1)
     kept = torch.zeros_like(weights).scatter(1, top.indices, top.values)
     return kept / kept.sum(1, keepdim=True)

@@ -16,7 +16,7 @@ from fedweave.console import Console
 from fedweave.evaluation.audit import per_task
 from fedweave.evaluation.losses import example_losses
 from fedweave.federation.checkpoint import write_atomic
-from fedweave.inference.model import RoutedModel
+from fedweave.inference.model import FedWeaveModel
 from fedweave.methods import build_method
 from fedweave.methods.base import ServerState
 from fedweave.runs.folder import Progress, RunFolder
@@ -72,7 +72,7 @@ def summarise(run: RunFolder, workspace: Workspace, progress: Progress, console:
     }
 
 
-def served_models(workspace: Workspace, state: ServerState) -> list[RoutedModel]:
+def served_models(workspace: Workspace, state: ServerState) -> list[FedWeaveModel]:
     mixture = workspace.engine.mixture(state.layout)
     return routed_models(workspace.backbone, mixture, build_method(workspace.config), state)
 

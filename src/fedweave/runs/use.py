@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,27 +15,33 @@ from fedweave.data.examples import Example, Task
 from fedweave.data.jsonl import read_examples
 from fedweave.errors import UserError
 from fedweave.experts.mixture import Mixture
-from fedweave.inference.model import RoutedModel
+from fedweave.inference.model import FedWeaveModel
 from fedweave.methods import build_method
 from fedweave.runs.folder import RunFolder
 from fedweave.runs.testing import evaluate_models, routed_models
 from fedweave.runs.workspace import encode, held_out
 
 
-def load_models(folder: Path, last: bool = False) -> tuple[Config, list[RoutedModel], dict[str, Any]]:
-    """(config, served models, facts) of a run's best round (or last); needs the backbone but none of its data."""
+def load_models(
+    folder: Path, last: bool = False, device: str = "auto"
+) -> tuple[Config, list[FedWeaveModel], dict[str, Any]]:
+    """(config, served models, facts) of a run's best round (or last); needs the backbone but none of its data.
+    ``device`` other than auto takes the place of the config's."""
     _, config = RunFolder.open(folder)
-    return config, *_load(folder, config, last, Console(quiet=True))
+    return config, *_load(folder, config, last, Console(quiet=True), device)
 
 
-def _load(folder: Path, config: Config, last: bool, console: Console) -> tuple[list[RoutedModel], dict[str, Any]]:
+def _load(
+    folder: Path, config: Config, last: bool, console: Console, device: str = "auto"
+) -> tuple[list[FedWeaveModel], dict[str, Any]]:
     method = build_method(config)
     if method.uses_labels:
         raise UserError(f"{config.method} routes by task label and cannot answer a prompt that has none.")
     snapshot = RunFolder(folder).newest(console)
     if snapshot is None:
         raise UserError(f"{folder} has no checkpoint yet; finish it with `fedweave resume {folder}`.")
-    backbone = load_backbone(config.backbone)
+    where = config.backbone if device == "auto" else replace(config.backbone, device=device, dtype="auto")
+    backbone = load_backbone(where)
     snapshot.check(config, backbone)
     layers = backbone.linear_layers(config.experts.target_modules)
     state = (snapshot.state if last else snapshot.best)(layers, backbone.device)
