@@ -11,23 +11,8 @@ from fedweave.bundle import export_run, load_bundle
 from fedweave.cli import main
 from fedweave.errors import UserError
 from fedweave.router.mlp import sparsify
+from tests.bundle.conftest import PROMPTS
 from tests.runs.conftest import SMALL
-
-PROMPTS = ["How many?", "Fix the grammar: Ada go to the park.", "Pick the fruit from this list: dog, plum, bus."]
-
-
-@pytest.fixture(scope="module")
-def run(tmp_path_factory, model_folder):
-    folder = tmp_path_factory.mktemp("bundle") / "run"
-    settings = [f"backbone.model={model_folder('llama')}", *SMALL, "training.lr=1e-2", f"output={folder}"]
-    assert main(["run", "quickstart", *settings, "--quiet"]) == 0
-    return folder
-
-
-@pytest.fixture
-def bundle(run, tmp_path):
-    export_run(run, tmp_path / "bundle")
-    return tmp_path / "bundle"
 
 
 def test_each_expert_loads_with_peft_and_gives_the_same_logits(bundle, model_folder):

@@ -1,4 +1,4 @@
-"""Verbs that use a trained model: evaluate, generate, export."""
+"""Verbs that use a trained model: evaluate, generate."""
 
 from __future__ import annotations
 
@@ -12,15 +12,13 @@ from fedweave.errors import UserError
 
 
 def register(verbs: Verbs) -> None:
-    evaluate = verbs.add("evaluate", _evaluate, "Test a run's model, on its own test set or on a JSONL file.")
-    evaluate.add_argument("folder", type=Path, help="the run folder")
+    evaluate = verbs.add("evaluate", _evaluate, "Test a model, on its own test set or on a JSONL file.")
+    evaluate.add_argument("folder", type=Path, help="a run folder, or a bundle with --data")
     overrides(evaluate)
     evaluate.add_argument("--data", type=Path, help="a JSONL file of prompt/response or messages rows")
     last(evaluate)
     quiet(evaluate)
-    generate = verbs.add(
-        "generate", _generate, "Answer prompts with a run's model (from standard input when none)."
-    )
+    generate = verbs.add("generate", _generate, "Answer prompts with a model (from standard input when none).")
     generate.add_argument("folder", type=Path, help="a run folder or a bundle")
     generate.add_argument("prompts", nargs="*", help="prompts; standard input gives one per line")
     generate.add_argument("--routing", choices=["sparse", "soft", "top2", "top3", "top4"], default="sparse")
@@ -30,16 +28,12 @@ def register(verbs: Verbs) -> None:
     generate.add_argument("--seed", type=int, help="with --temperature: repeat the same draw")
     generate.add_argument("--stop", action="append", metavar="TEXT", help="end an answer before this text")
     last(generate)
-    export = verbs.add("export", _export, "Write a run's model as a bundle of PEFT adapters and a router.")
-    export.add_argument("folder", type=Path, help="the run folder")
-    export.add_argument("target", type=Path, help="a new folder")
-    last(export)
 
 
 def _evaluate(arguments: argparse.Namespace, console: Console) -> None:
-    from fedweave.runs.use import evaluate_run
+    from fedweave.runs.use import evaluate
 
-    print(evaluate_run(arguments.folder, arguments.overrides, arguments.data, arguments.last, console))
+    print(evaluate(arguments.folder, arguments.overrides, arguments.data, arguments.last, console))
 
 
 def _generate(arguments: argparse.Namespace, console: Console) -> None:
@@ -63,10 +57,3 @@ def _generate(arguments: argparse.Namespace, console: Console) -> None:
         bars = "  ".join(f"{m}:{w:.2f}" for m, w in enumerate(answer.weights))
         console.say(f"[{prompt}]  expert {answer.expert}  ({bars})")
         print(answer.text)
-
-
-def _export(arguments: argparse.Namespace, console: Console) -> None:
-    from fedweave.bundle import export_run
-
-    written = export_run(arguments.folder, arguments.target, arguments.last)
-    console.say(f"{arguments.target}: {written['experts']} experts of round {written['round']}, and their router.")

@@ -69,11 +69,7 @@ class FedWeaveModel:
         if self.router is None or self.phi is None:
             return torch.ones(len(features), 1)
         with torch.no_grad():
-            inputs = features.to(self.phi)
-            votes = [
-                share * self.router.route(phi, inputs) for phi, share in zip(self.phi, self.shares, strict=True)
-            ]
-            return torch.stack(votes).sum(0).cpu()
+            return self.router.vote(self.phi, self.shares, features.to(self.phi)).cpu()
 
     def route(self, prompts: Sequence[Prompt]) -> torch.Tensor:
         """Soft router weights of prompts, [n, M]."""

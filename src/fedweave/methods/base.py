@@ -16,6 +16,7 @@ import torch
 
 from fedweave.aggregation.rules import ClientAverage, ExpertAverage
 from fedweave.config import Config
+from fedweave.errors import UserError
 from fedweave.experts.layout import AdapterLayout
 from fedweave.federation.client import Client, Update
 from fedweave.federation.engine import InProcessEngine
@@ -67,6 +68,10 @@ class Method(ABC):
     @abstractmethod
     def prepare(self, engine: InProcessEngine) -> ServerState:
         """Algorithm 1, lines 1 to 6: fix the clients' buckets and assignments, and the initial state."""
+
+    def restart(self, engine: InProcessEngine, start: ServerState) -> ServerState:
+        """The same for ``init=BUNDLE``: experts and router exist; find which of them each bucket belongs to."""
+        raise UserError(f"method={self.config.method} cannot start from a bundle; leave init empty.")
 
     # ---------------------------------------------------------------------------------- client side
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -34,6 +35,18 @@ class FedWeave(Method):
         router = self.router_layout(engine, layout.experts)
         phi = self.start_router(engine, router, router.initial(self.config.seed + 1).to(engine.device))
         return ServerState(layout, router, theta.to(engine.device), phi[None], report=report)
+
+    def restart(self, engine: InProcessEngine, start: ServerState) -> ServerState:
+        """Buckets are found as ever; each goes to the expert that the given router prefers for its prompts, because
+        that is the expert it would get at inference. No warmup, no signatures, and M stays what it is."""
+        report = self.find_buckets(engine)
+        assert start.router is not None and start.phi is not None
+        for client in engine.clients:
+            votes = start.router.vote(start.phi, start.shares, client.data.features.to(start.phi))  # [n, M]
+            client.assignment = [int(votes[bucket].mean(0).argmax()) for bucket in client.buckets]
+        labels = [m for client in engine.clients for m in client.assignment]
+        report |= {"prototypes": len(labels), "experts": start.layout.experts, "prototype_labels": labels}
+        return replace(start, report=report)
 
     def find_buckets(self, engine: InProcessEngine) -> dict[str, Any]:
         """Each client clusters its own prompt features; returns what the report keeps."""

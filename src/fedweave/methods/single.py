@@ -22,11 +22,14 @@ class FedIT(Method):
     summary = "baseline: one shared LoRA, both factors averaged by sample count"
 
     def prepare(self, engine: InProcessEngine) -> ServerState:
-        one_bucket(engine)
         layout = engine.layout(self.config.experts.single_rank, experts=1)
-        theta = layout.initial(self.config.seed).to(engine.device)
+        return self.restart(engine, ServerState(layout, None, layout.initial(self.config.seed), None))
+
+    def restart(self, engine: InProcessEngine, start: ServerState) -> ServerState:
+        one_bucket(engine)
         samples = [len(client) for client in engine.clients]
-        return ServerState(layout, None, theta, None, report={"experts": 1, "client_samples": samples})
+        report = {"experts": 1, "client_samples": samples}
+        return replace(start, theta=start.theta.to(engine.device), report=report)
 
 
 class FFALoRA(FedIT):
@@ -39,8 +42,8 @@ class FFALoRA(FedIT):
 class _OwnParameters(FedIT):
     """Row i of ``private`` is what client i keeps to itself."""
 
-    def prepare(self, engine: InProcessEngine) -> ServerState:
-        state = super().prepare(engine)
+    def restart(self, engine: InProcessEngine, start: ServerState) -> ServerState:
+        state = super().restart(engine, start)
         return replace(state, private=state.theta.repeat(len(engine.clients), 1))
 
 

@@ -6,6 +6,7 @@ Like the experts it is a flat vector, so that K clients' routers are one [K, Q] 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -73,6 +74,11 @@ class RouterLayout:
     def route(self, phi: torch.Tensor, features: torch.Tensor) -> torch.Tensor:
         """One router's weights: phi [Q], features [n, d] to [n, M]."""
         return self.logits(self.views(phi[None]), features[None])[0].softmax(-1)
+
+    def vote(self, phi: torch.Tensor, shares: Sequence[float], features: torch.Tensor) -> torch.Tensor:
+        """Several routers' weights, each counting by its share: phi [R, Q], shares [R] to [n, M]."""
+        votes = [share * self.route(one, features) for one, share in zip(phi, shares, strict=True)]
+        return torch.stack(votes).sum(0)
 
 
 def sparsify(weights: torch.Tensor, routing: str) -> torch.Tensor:

@@ -19,6 +19,7 @@ from fedweave.federation.rounds import RoundReport, federate
 from fedweave.methods import build_method
 from fedweave.methods.base import ServerState
 from fedweave.router.mlp import sparsify
+from fedweave.runs.continuing import initial_state
 from fedweave.runs.folder import Progress, RunFolder
 from fedweave.runs.report import final_report
 from fedweave.runs.summary import served_models, summarise
@@ -32,6 +33,8 @@ def start(config: Config, output: Path, console: Console, kept: Kept | None = No
             f"the run folder {output} exists; continue it with `fedweave resume {output}` or choose another output."
         )
     prepared = prepare(config, console, kept)
+    if config.init:
+        initial_state(config, prepared.backbone)  # a bundle that does not fit shows before anything is written
     run = RunFolder.create(output, config, prepared.data.manifest)
     console.say(f"run folder: {output}")
     return _execute(run, prepared, console)
@@ -58,7 +61,10 @@ def _execute(run: RunFolder, prepared: Prepared, console: Console) -> dict[str, 
     progress = run.load(workspace, console)
     earlier = progress.seconds if progress else 0.0
     if progress is None:
-        state = method.prepare(workspace.engine)
+        if workspace.config.init:
+            state = method.restart(workspace.engine, initial_state(workspace.config, workspace.backbone))
+        else:
+            state = method.prepare(workspace.engine)
         loss = _validate(workspace, state, run, 0)
         progress = Progress(state, 0, state, 0, loss, time.monotonic() - started)
         _record_discovery(run, workspace, state, console)

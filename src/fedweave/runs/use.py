@@ -8,7 +8,7 @@ from typing import Any
 
 from fedweave.backbone.features import compute_features
 from fedweave.backbone.load import load_backbone
-from fedweave.config import Config
+from fedweave.config import Config, from_tree, split_overrides
 from fedweave.console import Console, table
 from fedweave.data import load_data
 from fedweave.data.examples import Example, Task
@@ -20,6 +20,7 @@ from fedweave.methods import build_method
 from fedweave.runs.folder import RunFolder
 from fedweave.runs.testing import evaluate_models, routed_models
 from fedweave.runs.workspace import encode, held_out
+from fedweave.settings import insert
 
 
 def load_models(
@@ -51,11 +52,16 @@ def _load(
     return routed_models(backbone, mixture, method, state), facts
 
 
-def evaluate_run(folder: Path, overrides: list[str], data: Path | None, last: bool, console: Console) -> str:
-    """Losses and scores as a table, on the run's test set or on a file."""
-    _, config = RunFolder.open(folder, overrides)
-    examples, tasks = _examples(config, data, console)
-    models, _ = _load(folder, config, last, console)
+def evaluate(folder: Path, overrides: list[str], data: Path | None, last: bool, console: Console) -> str:
+    """Losses and scores of a run or a bundle as a table, on the run's test set or on a file."""
+    from fedweave.bundle import is_bundle
+
+    if is_bundle(folder):
+        config, examples, tasks, models = _bundle(folder, overrides, data, console)
+    else:
+        _, config = RunFolder.open(folder, overrides)
+        examples, tasks = _examples(config, data, console)
+        models, _ = _load(folder, config, last, console)
     rows, encoded = encode(models[0].backbone, examples, config.data.long_answers, console)
     features = compute_features(models[0].backbone, [e.prompt for e in encoded], console)
     result = evaluate_models(config, tasks, models, held_out(rows, encoded, features), console)
@@ -66,6 +72,25 @@ def evaluate_run(folder: Path, overrides: list[str], data: Path | None, last: bo
         lines.append([title, *cells, *(f"{result['loss'][r][task]:.3f}" for r in result["loss"])])
     scored = [f"score {result['used']} ↑"] if "score" in result else []
     return table(["test", *scored, *(f"loss {r} ↓" for r in result["loss"])], lines)
+
+
+def _bundle(
+    folder: Path, overrides: list[str], data: Path | None, console: Console
+) -> tuple[Config, list[Example], dict[str, Task], list[FedWeaveModel]]:
+    """What `evaluate` needs of a bundle, which brings a model but no data."""
+    from fedweave.bundle.load import load_bundle, verify_bundle
+
+    if data is None:
+        raise UserError(f"{folder} is a bundle and holds no data; name a JSONL file with --data.")
+    description = verify_bundle(folder)
+    tree: dict[str, Any] = {"method": description["method"], "backbone": description["backbone"]}
+    for key, value in split_overrides(overrides):
+        if not key.startswith("evaluation."):
+            raise UserError(f"{key} is fixed for a bundle; only keys of evaluation may be set.")
+        insert(tree, key, value)
+    config = from_tree(tree)
+    examples, tasks = _examples(config, data, console)
+    return config, examples, tasks, [load_bundle(folder)]
 
 
 def _examples(config: Config, data: Path | None, console: Console) -> tuple[list[Example], dict[str, Task]]:
