@@ -1,8 +1,9 @@
-"""Verbs that hand a model on: export, push."""
+"""Verbs that hand a model on: export, push, serve."""
 
 from __future__ import annotations
 
 import argparse
+import os
 from pathlib import Path
 
 from fedweave.cli.verbs import Verbs, last
@@ -26,6 +27,24 @@ def register(verbs: Verbs) -> None:
     push.add_argument("bundle", type=Path, help="the bundle's folder")
     push.add_argument("repository", help="owner/name; made when it does not exist")
     push.add_argument("--private", action="store_true", help="make the repository private")
+    serve = verbs.add("serve", _serve, "Serve a model over HTTP, as OpenAI clients expect it.")
+    serve.add_argument("folder", type=Path, help="a bundle or a run folder")
+    serve.add_argument("--host", default="127.0.0.1")
+    serve.add_argument("--port", type=int, default=8000, help="0 takes a free one")
+    serve.add_argument("--api-key", help="clients must send it (default: the environment's FEDWEAVE_API_KEY)")
+    serve.add_argument("--max-batch", type=int, default=32, help="answers under way at a time")
+    serve.add_argument("--max-queue", type=int, default=256, help="requests that may wait; more are told to retry")
+    serve.add_argument("--max-new-tokens", type=int, default=512, help="longest answer")
+    serve.add_argument("--max-body", type=int, default=1 << 20, metavar="BYTES", help="largest request")
+    serve.add_argument(
+        "--upstream", metavar="URL", help="only route, and let this server answer, which has the experts"
+    )
+    serve.add_argument("--upstream-key", help="its key (default: the environment's FEDWEAVE_UPSTREAM_KEY)")
+    serve.add_argument(
+        "--backbone", metavar="MODEL", help="where a bundle's backbone lies, if elsewhere than trained"
+    )
+    serve.add_argument("--device", default="auto", help="auto, cpu, cuda or cuda:N")
+    last(serve)
 
 
 def _weights(text: str) -> list[float]:
@@ -56,3 +75,31 @@ def _push(arguments: argparse.Namespace, console: Console) -> None:
     from fedweave.bundle.push import push_bundle
 
     console.say(f"pushed to {push_bundle(arguments.bundle, arguments.repository, arguments.private)}")
+
+
+def _serve(arguments: argparse.Namespace, console: Console) -> None:
+    try:
+        from fedweave.serving.jobs import Limits
+        from fedweave.serving.server import ServerSettings, serve
+    except ImportError as error:
+        raise UserError(f"serving needs {error.name}; install it with `pip install 'fedweave[serve]'`.") from None
+
+    for name in ("max_batch", "max_new_tokens", "max_body"):
+        if getattr(arguments, name) < 1:
+            raise UserError(f"--{name.replace('_', '-')} must be at least 1.")
+    if arguments.max_queue < 0:
+        raise UserError("--max-queue must not be negative.")
+    if arguments.upstream and not arguments.upstream.startswith(("http://", "https://")):
+        raise UserError(f"--upstream {arguments.upstream}: an address starts with http:// or https://.")
+    settings = ServerSettings(
+        host=arguments.host,
+        port=arguments.port,
+        key=arguments.api_key or os.environ.get("FEDWEAVE_API_KEY"),
+        upstream=arguments.upstream,
+        upstream_key=arguments.upstream_key or os.environ.get("FEDWEAVE_UPSTREAM_KEY"),
+    )
+    limits = Limits(arguments.max_batch, arguments.max_queue, arguments.max_new_tokens, arguments.max_body)
+    serve(
+        arguments.folder, settings, limits, console,
+        last=arguments.last, backbone=arguments.backbone, device=arguments.device,
+    )  # fmt: skip

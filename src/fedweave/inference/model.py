@@ -19,7 +19,7 @@ from fedweave.errors import UserError
 from fedweave.experts.mixture import Mixture
 from fedweave.inference.rows import Row, RunningBatch
 from fedweave.inference.sampling import Sampling
-from fedweave.router.mlp import RouterLayout, sparsify
+from fedweave.router.mlp import RouterLayout, active_experts, sparsify
 
 
 @dataclass
@@ -106,6 +106,7 @@ class FedWeaveModel:
     ) -> tuple[torch.Tensor, list[Row]]:
         """(router weights [n, M], rows to run); whatever is wrong with the options shows before anything runs."""
         sampling = Sampling.of(options)
+        active_experts(routing)
         weights = self.route_encoded(encoded)
         gates = sparsify(weights, routing)
         return weights, [

@@ -81,13 +81,21 @@ class RouterLayout:
         return torch.stack(votes).sum(0)
 
 
-def sparsify(weights: torch.Tensor, routing: str) -> torch.Tensor:
-    """Soft weights [n, M] as they are, or the largest k of each row, renormalised: sparse is 1, top3 is 3."""
-    if routing == "soft":
-        return weights
-    keep = routing.removeprefix("top") if routing != "sparse" else "1"
-    if not keep.isdecimal() or int(keep) < 1:
+def active_experts(routing: str) -> int | None:
+    """How many experts a routing leaves active: sparse is 1, top3 is 3, soft is None for all."""
+    if routing in ("soft", "sparse"):
+        return None if routing == "soft" else 1
+    count = routing.removeprefix("top")
+    if not routing.startswith("top") or not count.isdecimal() or int(count) < 1:
         raise UserError(f"routing={routing!r} is unknown; use sparse, soft, or topK as in top2.")
-    top = weights.topk(min(int(keep), weights.shape[1]), dim=1)
+    return int(count)
+
+
+def sparsify(weights: torch.Tensor, routing: str) -> torch.Tensor:
+    """Soft weights [n, M] as they are, or the largest of each row, renormalised."""
+    keep = active_experts(routing)
+    if keep is None:
+        return weights
+    top = weights.topk(min(keep, weights.shape[1]), dim=1)
     kept = torch.zeros_like(weights).scatter(1, top.indices, top.values)
     return kept / kept.sum(1, keepdim=True)

@@ -1,0 +1,8 @@
+"""An OpenAI-compatible server: one engine thread with a running batch, or a gateway before another server.
+
+protocol.py   requests and responses as OpenAI clients write and read them
+jobs.py       one prompt to answer, and what happens to it, as both backends tell it
+engine.py     the backend that answers here; gateway.py the one that routes here and asks elsewhere
+app.py        routes, errors, limits; metrics.py what /metrics shows; page.html the page at /
+server.py     everything together, on a port
+"""
