@@ -72,10 +72,9 @@ def test_a_forced_expert_and_an_error(browser, server):
     ask(browser, PROMPTS[0])
     assert find(browser, "status").text.startswith("expert 1 ")
     assert "forced" in find(browser, "weights").text
-    find(browser, "tokens").clear()
-    find(browser, "tokens").send_keys("9999")
+    find(browser, "prompt").send_keys("word " * 200)
     find(browser, "send").click()
-    wait(browser, lambda: "at most 48 tokens" in find(browser, "answer").text)
+    wait(browser, lambda: "longer than 128 tokens" in find(browser, "answer").text)
     assert find(browser, "send").is_enabled()
 
 

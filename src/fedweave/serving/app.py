@@ -119,6 +119,7 @@ class Api:
     async def health(self) -> JSONResponse:
         problem = await self.backend.problem()
         facts = {"model": self.backbone.name, "experts": len(self.names) - 1}
+        facts |= {"max_prompt_tokens": self.backbone.prompts.max_length, "max_tokens": self.limits.max_new_tokens}
         load = {"running": self.backend.running, "waiting": self.backend.waiting}
         status = {"status": "ok"} if not problem else {"status": "unavailable", "reason": problem}
         return JSONResponse({**status, **facts, **load}, 503 if problem else 200)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import socket
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -45,7 +46,8 @@ def serve(
         console.warn(f"anyone who reaches {settings.host} may use this server; --api-key would ask for a key.")
     model = FedWeaveModel.from_pretrained(folder, last=last, model=backbone, device=device)
     check_length(model, limits)
-    asyncio.run(_serve(model, settings, limits, listener, console))
+    with suppress(KeyboardInterrupt):  # Ctrl-C: uvicorn has let the answers under way come to their end
+        asyncio.run(_serve(model, settings, limits, listener, console))
 
 
 async def _serve(
