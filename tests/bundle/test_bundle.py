@@ -55,6 +55,9 @@ def test_bundle_holds_what_it_promises(bundle, run, capsys):
     experts = [f"expert_{m}/{file}" for m in range(description["experts"])
                for file in ("adapter_config.json", "adapter_model.safetensors")]  # fmt: skip
     assert set(description["files"]) == {"README.md", "router.safetensors", *experts}
+    assert {p.stat().st_mode & 0o777 for p in bundle.rglob("*.safetensors")} == {
+        (bundle / "README.md").stat().st_mode & 0o777
+    }
     card = (bundle / "README.md").read_text()
     assert "PeftModel.from_pretrained" in card and "vllm serve" in card and "| Edit |" in card
     assert main(["generate", str(bundle), "How many?", "--max-new-tokens", "2"]) == 0

@@ -141,11 +141,20 @@ def _new_folder(target: Path) -> Iterator[Path]:
     try:
         partial.mkdir(parents=True)
         yield partial
+        _share(partial)
         partial.rename(target)
     except OSError as error:
         raise UserError(f"{target} cannot be written: {error.strerror or error}.") from error
     finally:
         shutil.rmtree(partial, ignore_errors=True)
+
+
+def _share(folder: Path) -> None:
+    """safetensors writes files for their owner alone; a server may run as someone else."""
+    mask = os.umask(0)
+    os.umask(mask)
+    for path in folder.rglob("*"):
+        path.chmod((0o777 if path.is_dir() else 0o666) & ~mask)
 
 
 def _run_model(run: Path, last: bool) -> tuple[Config, FedWeaveModel, dict[str, Any]]:
