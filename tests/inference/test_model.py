@@ -7,6 +7,7 @@ import torch
 from transformers import GenerationConfig
 
 from fedweave.errors import UserError
+from fedweave.inference import record
 from fedweave.inference.generate import generate
 from fedweave.inference.rows import Row
 from fedweave.inference.sampling import Sampling
@@ -55,6 +56,24 @@ def test_rows_that_join_and_leave_change_nothing_for_the_others(model):
         alone = model.generate([prompt], max_new_tokens=budget)[0]
         assert (row.text.text, row.ended) == (alone.text, alone.ended)
         assert pieces[id(row)] == row.text.text
+
+
+def test_fixed_sizes_and_spare_rows_change_nothing(model, monkeypatch):
+    """The bookkeeping around a recorded step (recording itself needs CUDA): sizes are powers of two, rows leave."""
+    plain = [a.text for a in model.generate(PROMPTS, max_new_tokens=12)]
+    monkeypatch.setattr(record, "captured", lambda step: step)
+    encoded = model.backbone.prompts.encode_prompts(PROMPTS)
+    gates = sparsify(model.route(PROMPTS), "sparse")
+    rows = [
+        Row(model.backbone, p, g, Sampling(max_new_tokens=n))
+        for p, g, n in zip(encoded, gates, [12, 3, 12, 7, 12], strict=True)
+    ]
+    batch, waiting = model.batch(5, 128), deque(rows)
+    batch._recorded = {}
+    while waiting or not all(row.ended for row in batch.rows):
+        list(batch.advance(waiting))
+    assert set(batch._recorded) == {5, 4}
+    assert [rows[i].text.text for i in (0, 2, 4)] == [plain[i] for i in (0, 2, 4)]
 
 
 def test_a_dropped_row_makes_room(model):

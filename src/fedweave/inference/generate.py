@@ -19,6 +19,7 @@ from fedweave.console import Progress
 from fedweave.evaluation.losses import serving_weights
 from fedweave.experts.mixture import Mixture
 from fedweave.inference.cache import RowCache
+from fedweave.inference.record import captured
 
 _CHECK_EVERY = 16  # steps between two looks at whether every row has ended; a look stalls the device
 
@@ -100,29 +101,13 @@ def _decode(backbone: Backbone, prompts: Sequence[EncodedPrompt], steps: int, ar
     replay = advance
     for step in range(steps - 1):
         if step == 1 and device.type == "cuda" and steps > 8:
-            replay = _captured(advance, [newest, positions, column, done])
+            replay = captured(advance, [newest, positions, column, done])
         replay()
         if step % _CHECK_EVERY == _CHECK_EVERY - 1 and bool(done.all()):
             return out
     done.logical_or_(torch.isin(newest, stop))
     out.index_copy_(1, column, torch.where(done, backbone.tokenizer.pad_token_id, newest)[:, None])
     return out
-
-
-def _captured(step: Callable[[], None], state: list[torch.Tensor]) -> Callable[[], None]:
-    """Record ``step`` as a CUDA graph. Capturing needs a trial run, whose effect on ``state`` is undone."""
-    before = [tensor.clone() for tensor in state]
-    side = torch.cuda.Stream()
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
-        step()
-    torch.cuda.current_stream().wait_stream(side)
-    for tensor, old in zip(state, before, strict=True):
-        tensor.copy_(old)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        step()
-    return graph.replay
 
 
 def _texts(backbone: Backbone, tokens: torch.Tensor) -> list[str]:

@@ -8,16 +8,18 @@ into the gap.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, nullcontext
 
 import torch
 
 from fedweave.backbone.load import Backbone
-from fedweave.backbone.packing import Packed, pack
+from fedweave.backbone.packing import pack
 from fedweave.backbone.prompts import EncodedPrompt
 from fedweave.evaluation.losses import serving_weights
 from fedweave.experts.mixture import Mixture
 from fedweave.inference.cache import RowCache
+from fedweave.inference.record import RecordedStep
 from fedweave.inference.sampling import Sampling, TokenChooser
 from fedweave.inference.text import AnswerText
 
@@ -29,7 +31,7 @@ class Row:
         self,
         backbone: Backbone,
         prompt: EncodedPrompt,
-        gates: torch.Tensor | None,  # [M]
+        gates: torch.Tensor,  # [M]
         sampling: Sampling,
         number: int = 0,
         trim: bool = True,
@@ -79,6 +81,7 @@ class RunningBatch:
         )
         self.rows: list[Row] = []
         self.cache = RowCache(rows, length)
+        self._recorded: dict[int, RecordedStep] | None = {} if backbone.device.type == "cuda" else None
         self.prefill = 16_384 if backbone.device.type == "cuda" else 1_024  # prompt tokens read between two steps
 
     @torch.no_grad()
@@ -118,28 +121,42 @@ class RunningBatch:
         slots = torch.arange(first, first + len(joining), device=device)
         self.rows += joining
         cache = self.cache.read(packed, slots)
-        hidden = self._routed(joining, packed, lambda: self.backbone.hidden(packed, cache))
+        gates = self._gates(joining).to(device).index_select(0, packed.sequence)[None]  # [1, T, M]
+        with self._experts(gates):
+            hidden = self.backbone.hidden(packed, cache)
         return self.backbone.logits(hidden.index_select(0, packed.boundaries[1:].long() - 1))
 
     def _step(self) -> torch.Tensor:
         """Logits of every row's next token, [rows, V]."""
-        device = self.backbone.device
-        newest = torch.tensor([row.new[-1] if row.new else 0 for row in self.rows], device=device)
-        positions = torch.tensor([row.length - 1 for row in self.rows], device=device)
-        cache = self.cache.extend(positions, max(row.length for row in self.rows))
-        hidden = self._routed(self.rows, None, lambda: self.backbone.next_hidden(newest, positions, cache))
+        newest = torch.tensor([row.new[-1] if row.new else 0 for row in self.rows])
+        positions = torch.tensor([row.length - 1 for row in self.rows])
+        gates = self._gates(self.rows)
+        if self._recorded is None:
+            device = self.backbone.device
+            columns = max(row.length for row in self.rows)
+            return self._extend(newest.to(device), positions.to(device), gates.to(device), columns)
+        # on CUDA one recording serves all counts up to the next power of two
+        size = min(self.capacity, 1 << (len(self.rows) - 1).bit_length())
+        if size not in self._recorded:
+            self._recorded[size] = RecordedStep(size, gates.shape[1], self.backbone.device, self._extend)
+        return self._recorded[size](newest, positions, gates)
+
+    def _extend(
+        self, newest: torch.Tensor, positions: torch.Tensor, gates: torch.Tensor, columns: int | None = None
+    ) -> torch.Tensor:
+        """One more token for the first rows: all tensors in, logits out."""
+        cache = self.cache.extend(positions, columns)
+        with self._experts(gates[:, None]):
+            hidden = self.backbone.next_hidden(newest, positions, cache)
         return self.backbone.logits(hidden)
 
-    def _routed(self, rows: list[Row], packed: Packed | None, run: Callable[[], torch.Tensor]) -> torch.Tensor:
-        """A pass with every row's own gates, spread over packed tokens or one token per row."""
-        if self.mixture is None:
-            return run()
-        gates = None
-        if rows[0].gates is not None:
-            gates = torch.stack([row.gates for row in rows if row.gates is not None]).to(self.backbone.device)
-            gates = gates[:, None] if packed is None else gates.index_select(0, packed.sequence)[None]
-        with self.mixture.active(self.weights, gates):
-            return run()
+    def _gates(self, rows: list[Row]) -> torch.Tensor:
+        """[rows, M] on the host."""
+        return torch.stack([row.gates for row in rows])
+
+    def _experts(self, gates: torch.Tensor) -> AbstractContextManager[None]:
+        """A pass with every row's own gates, broadcastable to its tokens; without a mixture the bare backbone."""
+        return nullcontext() if self.mixture is None else self.mixture.active(self.weights, gates)
 
     def _take(self, rows: list[Row], logits: torch.Tensor) -> Iterator[tuple[Row, str]]:
         """Choose every row's token: all at once where nothing but the maximum is asked for."""
