@@ -7,9 +7,15 @@ import httpx
 import openai
 import pytest
 
+from fedweave.backbone.load import load_backbone
+from fedweave.config import BackboneConfig
+from fedweave.errors import UserError
+from fedweave.serving.app import Api
+from fedweave.serving.engine import Engine
 from fedweave.serving.jobs import Limits
+from fedweave.serving.protocol import ChatRequest
 from tests.bundle.conftest import PROMPTS
-from tests.serving.conftest import ask, running
+from tests.serving.conftest import LIMITS, ask, running
 
 
 def test_models(server, twin):
@@ -119,6 +125,8 @@ def test_stop_strings_sampling_and_seeds(server, twin):
         (ask("Hi", logprobs=True), 400, "logprobs: not offered"),
         (ask("Hi", routing="best"), 400, "routing"),
         (ask("word " * 300), 400, "longer than 128 tokens"),
+        (b'{"model": "fedweave", "messages": [{"role": "user", "content": "\\ud800"}]}', 400, "messages"),
+        (b"[" * 10_000, 400, "body"),
         ({**ask("Hi"), "model": "gpt-9"}, 404, "'gpt-9' is not served here"),
         (ask("x" * 30_000), 413, "larger than 20000 bytes"),
     ],
@@ -259,3 +267,25 @@ def test_metrics_count_what_happened(model):
         assert f'fedweave_answers_total{{expert="expert_{expert}"}} 1.0' in text
         assert 'fedweave_requests_total{endpoint="/v1/chat/completions",status="200"} 1.0' in text
         assert "fedweave_running 0.0" in text
+
+
+def test_a_chat_template_decides_what_messages_may_be(chat_tokenizer, model_folder, tmp_path):
+    """A backbone with a template: it renders turns and system prompts, and its refusals are the client's."""
+    chat_tokenizer.save_pretrained(tmp_path)
+    template = chat_tokenizer.chat_template
+    refusing = (
+        "{% if messages[0]['role'] == 'assistant' %}{{ raise_exception('user first') }}{% endif %}" + template
+    )
+    for file in ("config.json", "model.safetensors"):
+        (tmp_path / file).write_bytes((model_folder("llama") / file).read_bytes())
+    (tmp_path / "chat_template.jinja").write_text(refusing)
+    backbone = load_backbone(BackboneConfig(model=str(tmp_path), device="cpu", max_length=64))
+    api = Api(backbone, 1, Engine.__new__(Engine), LIMITS)
+    turns = [("system", "Be brief."), ("user", "Hi"), ("assistant", "Hello"), ("user", "How many?")]
+    body = ChatRequest(model="fedweave", messages=[{"role": r, "content": c} for r, c in turns])
+    text = backbone.tokenizer.decode(api.encode(body)[0].ids)
+    assert [text.index(c) for _, c in turns] == sorted(text.index(c) for _, c in turns)
+    assert text.endswith("<|start|>assistant\n")
+    body.messages = body.messages[2:]
+    with pytest.raises(UserError, match="user first"):
+        api.encode(body)

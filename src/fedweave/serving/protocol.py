@@ -21,6 +21,15 @@ UNSUPPORTED = {
 HARMLESS: tuple[Any, ...] = (None, False, 0, [], {}, "none", "auto", {"type": "text"})
 
 
+def whole_text(text: str, param: str) -> str:
+    """JSON can write half of a surrogate pair, which is no character and which no tokenizer takes."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        raise UserError(f"{param}: the text holds half of a surrogate pair; send whole characters.") from None
+    return text
+
+
 class Message(BaseModel):
     """A chat message; content is a text, or parts of type text."""
 
@@ -35,7 +44,10 @@ class Message(BaseModel):
             text = "\n".join(part["text"] for part in self.content)
         else:
             raise UserError("messages: only text parts are understood.")
-        return {"role": "system" if self.role == "developer" else self.role, "content": text}
+        return {
+            "role": "system" if self.role == "developer" else self.role,
+            "content": whole_text(text, "messages"),
+        }
 
 
 class StreamOptions(BaseModel):
@@ -111,7 +123,8 @@ class CompletionRequest(CommonRequest):
     def prompts(self) -> list[Any]:
         """Always several: each a text or a list of token ids."""
         one = isinstance(self.prompt, str) or (self.prompt and isinstance(self.prompt[0], int))
-        return [self.prompt] if one else list(self.prompt)
+        prompts: list[Any] = [self.prompt] if one else list(self.prompt)
+        return [whole_text(p, "prompt") if isinstance(p, str) else p for p in prompts]
 
 
 # ------------------------------------------------------------------------------------------ responses
