@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import signal
+import subprocess
+import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
 import openai
+import psutil
 import pytest
 import uvicorn
 
@@ -56,6 +60,28 @@ def running(
     ready[0][0].should_exit = True
     thread.join(20)
     assert not thread.is_alive()
+
+
+@contextmanager
+def process(folder, environment=None, *options: str):
+    """(address, process) of `fedweave serve`."""
+    command = [sys.executable, "-m", "fedweave.cli", "serve", str(folder), "--port", "0", *options]
+    server = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=environment)
+    try:
+        line = server.stderr.readline()
+        assert "http://" in line, line + server.stderr.read()
+        yield "http://" + line.split("http://")[1].split()[0], psutil.Process(server.pid)
+    finally:
+        server.send_signal(signal.SIGINT)
+        assert server.wait(30) == 0
+        assert "Traceback" not in server.stderr.read()
+
+
+@pytest.fixture(scope="session")
+def served(exported):  # noqa: F811
+    """(address, process) of a server with the tiny model, as a user starts it."""
+    with process(exported, None, "--max-batch", "24", "--max-new-tokens", "200") as one:
+        yield one
 
 
 @pytest.fixture(scope="session")

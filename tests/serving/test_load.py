@@ -3,17 +3,15 @@
 import asyncio
 import json
 import os
-import signal
 import subprocess
 import sys
-from contextlib import contextmanager
 
 import openai
 import psutil
 import pytest
 
 from fedweave.data.sample import make_sample
-from tests.serving.conftest import ask
+from tests.serving.conftest import ask, process
 
 CLIENTS = 64
 ENVIRONMENT = {k: v for k, v in os.environ.items() if k not in ("FEDWEAVE_CACHE", "HF_HUB_OFFLINE")}
@@ -22,20 +20,6 @@ ENVIRONMENT = {k: v for k, v in os.environ.items() if k not in ("FEDWEAVE_CACHE"
 def prompts() -> list[str]:
     pools, _ = make_sample(CLIENTS // 4, seed=5)
     return [example.prompt for pool in pools.values() for example in pool]
-
-
-@contextmanager
-def process(folder, environment=None, *options: str):
-    """(address, process) of `fedweave serve`."""
-    command = [sys.executable, "-m", "fedweave.cli", "serve", str(folder), "--port", "0", *options]
-    server = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=environment)
-    try:
-        line = server.stderr.readline()
-        assert "http://" in line, line + server.stderr.read()
-        yield "http://" + line.split("http://")[1].split()[0], psutil.Process(server.pid)
-    finally:
-        server.send_signal(signal.SIGINT)
-        assert server.wait(30) == 0
 
 
 async def wave(url: str, asked: list[str], tokens: int) -> list[tuple[str, int]]:
@@ -67,11 +51,10 @@ def check(
     return memory
 
 
-def test_a_tiny_model(exported, twin):
+def test_a_tiny_model(served, twin):
     answers = twin.generate(prompts(), max_new_tokens=8)
     assert len({a.text for a in answers}) > 8 and len({a.expert for a in answers}) > 1
-    with process(exported, None, "--max-batch", "24", "--max-new-tokens", "16") as (url, server):
-        memory = check(url, server, [(a.text, a.expert) for a in answers], 8, waves=3)
+    memory = check(*served, [(a.text, a.expert) for a in answers], 8, waves=3)
     assert memory[2] - memory[0] < 10
 
 

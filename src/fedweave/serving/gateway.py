@@ -149,9 +149,9 @@ class Gateway:
             "max_tokens": sampling.max_new_tokens,
             "temperature": sampling.temperature if sampling.do_sample else 0,
             "top_p": sampling.top_p,
-            "top_k": sampling.top_k or None,
-            "min_p": sampling.min_p or None,
-            "repetition_penalty": sampling.repetition_penalty if sampling.repetition_penalty != 1 else None,
+            "top_k": sampling.top_k or -1,  # said outright, lest the upstream takes a default of the model's own
+            "min_p": sampling.min_p,
+            "repetition_penalty": sampling.repetition_penalty,
             "seed": sampling.seed,
             "stop": list(sampling.stop_strings) or None,
             "stop_token_ids": self.model.backbone.end_ids,  # an extension of vLLM's and SGLang's

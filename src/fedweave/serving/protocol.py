@@ -63,7 +63,7 @@ class CommonRequest(BaseModel):
     max_tokens: int | None = Field(None, ge=1)
     temperature: float | None = Field(None, ge=0, le=2)
     top_p: float | None = Field(None, gt=0, le=1)
-    top_k: int | None = Field(None, ge=0)
+    top_k: int | None = Field(None, ge=-1)  # 0 and -1: all tokens
     min_p: float | None = Field(None, ge=0, le=1)
     repetition_penalty: float | None = Field(None, gt=0, le=100)
     seed: int | None = None
@@ -97,7 +97,7 @@ class CommonRequest(BaseModel):
         }
         if self.temperature:  # 0 and null are greedy; what shapes a draw then has nothing to shape
             drawn = {k: getattr(self, k) for k in ("temperature", "top_p", "top_k", "min_p", "seed")}
-            options |= {"do_sample": True, **drawn}
+            options |= {"do_sample": True, **drawn, "top_k": max(0, self.top_k or 0)}
         return Sampling.of(options)
 
 
