@@ -51,6 +51,7 @@ def test_a_prompt_its_answer_its_expert_and_the_bars(browser, server, twin):
     browser.get(server.url)
     wait(browser, lambda: find(browser, "model").find_elements("tag name", "option"))
     assert f"{twin.mixture.layout.experts} experts" in find(browser, "about").text
+    assert not find(browser, "key").is_displayed()
     find(browser, "tokens").clear()
     find(browser, "tokens").send_keys("12")
     for prompt in PROMPTS:
