@@ -72,7 +72,7 @@ def _export(arguments: argparse.Namespace, console: Console) -> None:
 
 
 def _push(arguments: argparse.Namespace, console: Console) -> None:
-    from fedweave.bundle.push import push_bundle
+    from fedweave.bundle.hub import push_bundle
 
     console.say(f"pushed to {push_bundle(arguments.bundle, arguments.repository, arguments.private)}")
 

@@ -50,12 +50,14 @@ class FedWeaveModel:
     def from_pretrained(
         cls, folder: str | Path, *, last: bool = False, model: str | None = None, device: str = "auto"
     ) -> FedWeaveModel:
-        """The model of a bundle, or of a run's best round (``last=True``: its last). ``model`` names the backbone
-        when it lies elsewhere than where a bundle was trained."""
+        """The model of a bundle, in a folder or at ``hf://owner/name``, or of a run's best round (with ``last`` its
+        last). ``model`` names the backbone when it lies elsewhere than where a bundle was trained."""
         from fedweave.bundle import is_bundle, load_bundle
+        from fedweave.bundle.hub import fetch_bundle, hub_repository
         from fedweave.runs.use import load_models
 
-        folder = Path(folder)
+        repository = hub_repository(folder)
+        folder = Path(folder) if repository is None else fetch_bundle(repository)
         if is_bundle(folder):
             return load_bundle(folder, model, device)
         if model is not None:

@@ -1,6 +1,7 @@
-"""`fedweave push` against a small server that speaks the hub's protocol for real."""
+"""`fedweave push` and `hf://` against a small server that speaks the hub's protocol for real."""
 
 import base64
+import hashlib
 import json
 import os
 import subprocess
@@ -9,6 +10,9 @@ import threading
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
+
+from fedweave import FedWeaveModel
+from fedweave.cli import main
 
 
 class Hub(ThreadingHTTPServer):
@@ -87,7 +91,28 @@ class HubHandler(BaseHTTPRequestHandler):
         self.reply({"error": f"unexpected {self.path}"}, 404)
 
     def do_GET(self):
-        self.reply({"error": f"unexpected {self.path}"}, 404)
+        """A repository's list of files, and the files."""
+        files = self.server.files
+        if self.path.startswith("/api/models/me/model/tree/"):
+            return self.reply([
+                {"type": "file", "path": name, "size": len(content), "oid": hashlib.sha1(content).hexdigest()}
+                for name, content in files.items()
+            ])  # fmt: skip
+        if self.path.startswith("/api/models/me/model"):
+            siblings = [{"rfilename": name} for name in files]
+            return self.reply({"id": "me/model", "sha": "1" * 40, "siblings": siblings})
+        content = files.get(self.path.partition("/resolve/")[2].partition("/")[2])
+        if content is None:
+            return self.reply({"error": f"unexpected {self.path}"}, 404)
+        self.send_response(200)
+        self.send_header("ETag", hashlib.sha256(content).hexdigest())
+        self.send_header("X-Repo-Commit", "1" * 40)
+        self.send_header("Content-Length", str(len(content)))
+        self.end_headers()
+        if self.command == "GET":
+            self.wfile.write(content)
+
+    do_HEAD = do_GET
 
 
 @pytest.fixture
@@ -99,18 +124,19 @@ def hub():
     server.shutdown()
 
 
-def push(bundle, repository: str, endpoint: str, token: str = "right") -> subprocess.CompletedProcess:
+def fedweave(*arguments, endpoint: str, token: str = "right", **extra: str) -> subprocess.CompletedProcess:
     """In its own process: the hub library reads its environment once."""
     environment = {
         **os.environ, "HF_ENDPOINT": endpoint, "HF_HUB_OFFLINE": "0", "HF_TOKEN": token, "HF_HUB_DISABLE_XET": "1",
+        **extra,
     }  # fmt: skip
-    command = [sys.executable, "-m", "fedweave.cli", "push", str(bundle), repository]
+    command = [sys.executable, "-m", "fedweave.cli", *map(str, arguments)]
     return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
 
 
-def test_a_bundle_arrives_whole(bundle, hub):
+def test_a_bundle_arrives_whole_and_answers_from_there(bundle, hub, tmp_path):
     (bundle / "notes.txt").write_text("not part of the bundle")
-    done = push(bundle, "me/model", hub.url)
+    done = fedweave("push", bundle, "me/model", endpoint=hub.url)
     assert done.returncode == 0, done.stderr
     assert "/me/model" in done.stderr.splitlines()[-1]
     assert hub.created[0]["name"] == "model" and hub.created[0]["organization"] == "me"
@@ -118,12 +144,18 @@ def test_a_bundle_arrives_whole(bundle, hub):
     assert set(hub.files) == {"fedweave.json", *listed}
     for name, content in hub.files.items():
         assert content == (bundle / name).read_bytes(), name
+    question = ["How many?", "--max-new-tokens", "6"]
+    there = fedweave("generate", "hf://me/model", *question, endpoint=hub.url, HF_HOME=str(tmp_path / "cache"))
+    assert there.returncode == 0, there.stderr
+    assert there.stdout.strip() == FedWeaveModel.from_pretrained(bundle).generate(
+        ["How many?"], max_new_tokens=6
+    )[0].text  # fmt: skip
 
 
 def test_what_goes_wrong_is_one_sentence(bundle, hub, capsys):
-    refused = push(bundle, "me/model", hub.url, token="wrong")
+    refused = fedweave("push", bundle, "me/model", endpoint=hub.url, token="wrong")
     assert refused.returncode == 2 and "hf auth login" in refused.stderr
-    away = push(bundle, "me/model", "http://127.0.0.1:9")
+    away = fedweave("push", bundle, "me/model", endpoint="http://127.0.0.1:9")
     assert away.returncode == 2 and "cannot be reached" in away.stderr
     for done in (refused, away):
         assert done.stderr.count("\n") == 1 and "Traceback" not in done.stderr
@@ -131,12 +163,12 @@ def test_what_goes_wrong_is_one_sentence(bundle, hub, capsys):
 
 
 def test_nothing_is_sent_of_a_damaged_bundle_or_to_no_repository(bundle, capsys):
-    from fedweave.cli import main
-
     assert main(["push", str(bundle), "model"]) == 2
     assert "owner/name" in capsys.readouterr().err
     assert main(["push", str(bundle), "me/model"]) == 2  # tests run with HF_HUB_OFFLINE
     assert "HF_HUB_OFFLINE" in capsys.readouterr().err
+    assert main(["generate", "hf://me/model", "Hi"]) == 2
+    assert "fedweave:" in capsys.readouterr().err
     (bundle / "router.safetensors").unlink()
     assert main(["push", str(bundle), "me/model"]) == 2
     assert "router.safetensors" in capsys.readouterr().err
