@@ -42,6 +42,9 @@ class BackboneConfig:
         "template's constant parts.",
     )
     end_of_answer: bool = setting(True, "Append the end token to every answer and train on it.")
+    fused: bool = setting(
+        True, "Run Llama, Qwen2 and Mistral models through fused operations; false runs transformers' own layers."
+    )
     max_length: int = setting(512, "Longest sequence in tokens; a longer prompt loses its beginning.", low=16)
 
 

@@ -2,9 +2,12 @@
 
 import numpy as np
 import pytest
+import torch
+from sklearn.cluster import KMeans
 
 from fedweave.config import DiscoveryConfig
 from fedweave.discovery.clusterers import CLUSTERERS, discover_all, discover_buckets
+from fedweave.discovery.gram import distances_of, gram_kmeans
 from fedweave.evaluation.audit import purity
 
 
@@ -68,3 +71,21 @@ def test_clients_side_by_side_find_what_each_finds_alone():
     for i, buckets in enumerate(together):
         alone = discover_buckets(clients[i], DiscoveryConfig(), seed=i)
         assert [m.tolist() for m in alone.members] == [m.tolist() for m in buckets.members]
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_kmeans_on_inner_products_is_as_good_as_scikit_learns(seed):
+    """All counts and restarts at once: the same objective, within what another seeding would change."""
+    points = np.random.default_rng(seed).normal(size=(80, 12)) + 2 * blobs(5, 16, seed)[0][:, :12]
+    x = torch.from_numpy(points)
+    for k, labels in gram_kmeans(x @ x.T, range(2, 7), 10, seed).items():
+        centres = np.stack([points[labels == c].mean(0) for c in range(k)])
+        distances = ((points[:, None] - centres) ** 2).sum(2)
+        assert (distances.argmin(1) == labels).all(), "not a fixed point of Lloyd's algorithm"
+        reference = KMeans(k, n_init=10, random_state=seed).fit(points).inertia_
+        assert distances.min(1).sum() <= 1.02 * reference
+
+
+def test_distances_from_inner_products():
+    x = torch.from_numpy(blobs(3)[0])
+    np.testing.assert_allclose(distances_of(x @ x.T), torch.cdist(x, x).numpy(), atol=1e-6)

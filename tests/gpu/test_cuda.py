@@ -8,7 +8,6 @@ import torch
 from fedweave.backbone import packing
 from fedweave.backbone.load import load_backbone
 from fedweave.config import BackboneConfig
-from fedweave.experts import mixture as mixture_module
 from fedweave.experts.layout import AdapterLayout
 from fedweave.experts.mixture import Mixture
 from fedweave.inference import generate as generate_module
@@ -39,20 +38,6 @@ def test_flash_attention_equals_the_padded_reference(on_gpu, monkeypatch):
         fast = on_gpu.hidden(packed)
         monkeypatch.setattr(packing, "_varlen", None)
         assert relative(fast, on_gpu.hidden(packed)) < 2e-2  # bfloat16
-
-
-def test_grouped_products_equal_a_loop(monkeypatch):
-    lengths = [5, 40, 19]
-    ends = torch.tensor([5, 45, 64], dtype=torch.int32, device="cuda")
-    x = torch.randn(64, 32, device="cuda", dtype=torch.bfloat16, requires_grad=True)
-    w = torch.randn(3, 32, 16, device="cuda", dtype=torch.bfloat16, requires_grad=True)
-    direction = torch.randn(64, 16, device="cuda", dtype=torch.bfloat16)
-    out = []
-    for grouped in (mixture_module._grouped_mm, None):
-        monkeypatch.setattr(mixture_module, "_grouped_mm", grouped)
-        y = mixture_module.segment_matmul(x, w, mixture_module.Segments(lengths, ends))
-        out.append((y, *torch.autograd.grad((y * direction).sum(), [x, w])))
-    assert all(relative(a, b) < 1e-2 for a, b in zip(*out, strict=True))
 
 
 @pytest.mark.parametrize("dropout", [0.0, 0.1])

@@ -149,4 +149,6 @@ def test_a_batch_of_fixed_shape_gives_the_same_step(backbone):
         results.append((torch.stack(losses), group.experts.delta(), group.routers.delta()))
     mixture.detach()
     for plain, filled in zip(*results, strict=True):
-        assert (plain - filled).abs().max() <= 1e-5
+        difference = (plain - filled).abs()
+        # Adam divides by the gradient's size: where that is rounding alone, so is the step
+        assert difference.max() <= 1e-3 and (difference > 1e-5).float().mean() <= 1e-3

@@ -21,6 +21,9 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
+from fedweave.kernels import to_device
+from fedweave.kernels.lanes import Lanes
+
 _varlen: Any = None  # torch >= 2.10: a flash kernel for packed sequences, CUDA only
 try:
     from torch.nn.attention import varlen as _varlen_module
@@ -33,12 +36,6 @@ _VARLEN_ARGUMENTS = set(inspect.signature(_varlen).parameters) if _varlen else s
 ATTENTION = "fedweave_packed"
 
 
-def to_device(array: np.ndarray, device: torch.device, dtype: torch.dtype = torch.long) -> torch.Tensor:
-    """Send an array without making the host wait."""
-    tensor = torch.from_numpy(np.ascontiguousarray(array)).to(dtype)
-    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor
-
-
 @dataclass
 class Packed:
     """Token rows and the bookkeeping that attention and experts need; S sequences, T tokens, K lanes."""
@@ -48,8 +45,7 @@ class Packed:
     sequence: torch.Tensor  # [T] which sequence a token belongs to
     boundaries: torch.Tensor  # [S + 1] int32, cumulative lengths
     longest: int
-    lane_ends: torch.Tensor  # [K] int32, where each lane's tokens end
-    lane_lengths: list[int]  # the same on the host, as lengths
+    lanes: Lanes
 
     @property
     def tokens(self) -> int:
@@ -78,8 +74,7 @@ class Packed:
             sequence=to_device(sequence, device),
             boundaries=to_device(np.concatenate([[0], ends]), device, torch.int32),
             longest=longest or int(lengths.max()),
-            lane_ends=to_device(np.cumsum(lane_lengths), device, torch.int32),
-            lane_lengths=lane_lengths,
+            lanes=Lanes.of(lane_lengths, len(ids), device),
         )
 
 
@@ -125,12 +120,26 @@ def packed_attention(
         return _decode(query, key, value, last, scaling, sliding_window, softcap).transpose(1, 2), None
     if packed is None:
         raise RuntimeError("this decoder does not hand the packing on to its attention layers")
+    # squeeze, not [0]: the gradient of an index is a zeroed copy
+    q, k, v = (x.squeeze(0).transpose(0, 1) for x in (query, key, value))  # [T, heads, D]
+    return attend(q, k, v, packed, scaling, sliding_window, softcap).unsqueeze(0), None
+
+
+def attend(
+    q: torch.Tensor,  # [T, heads, D]
+    k: torch.Tensor,  # [T, kv_heads, D]
+    v: torch.Tensor,
+    packed: Packed,
+    scaling: float | None,
+    sliding_window: int | None,
+    softcap: float | None = None,
+) -> torch.Tensor:
+    """Causal attention within each sequence, [T, heads, D]."""
     window = sliding_window if sliding_window and sliding_window < packed.longest else None
-    q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))  # [T, heads, D]
     scale = scaling if scaling is not None else q.shape[-1] ** -0.5
     if q.is_cuda and _varlen is not None and softcap is None and q.dtype != torch.float32:
-        return _flash(q, k, v, packed, scale, window)[None], None
-    return _padded(q, k, v, packed, scale, window, softcap)[None], None
+        return _flash(q, k, v, packed, scale, window)
+    return _padded(q, k, v, packed, scale, window, softcap)
 
 
 def _flash(

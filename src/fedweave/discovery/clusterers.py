@@ -9,25 +9,52 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 import numpy as np
-from sklearn.cluster import AgglomerativeClustering, KMeans, SpectralClustering
-from sklearn.metrics import pairwise_distances, silhouette_score
+import torch
+from scipy.cluster.hierarchy import fcluster, linkage
+from sklearn.cluster import KMeans, SpectralClustering
+from sklearn.metrics import silhouette_score
 from threadpoolctl import threadpool_limits
 
 from fedweave.config import DiscoveryConfig
-
-# (unit features [n, d], k, seed, restarts) -> labels [n]
-Clusterer = Callable[[np.ndarray, int, int, int], np.ndarray]
+from fedweave.discovery.gram import distances_of, gram_kmeans
 
 
-def kmeans(points: np.ndarray, k: int, seed: int, restarts: int) -> np.ndarray:
-    return KMeans(k, n_init=restarts, random_state=seed).fit_predict(points)
+@dataclass
+class Points:
+    """A client's scaled features, and their inner products where there are few enough points to hold them."""
+
+    rows: np.ndarray  # [n, d]
+    gram: torch.Tensor | None  # [n, n]
+
+    @classmethod
+    def of(cls, rows: np.ndarray, device: torch.device | str) -> Points:
+        wide = torch.device(device).type != "cpu"
+        if len(rows) > (_HELD_ON_GPU if wide else max(_HELD, 2 * rows.shape[1])):
+            return cls(rows, None)
+        x = torch.from_numpy(rows).to(device)
+        return cls(rows, x @ x.T)
 
 
-def agglomerative(points: np.ndarray, k: int, seed: int, restarts: int) -> np.ndarray:
-    return AgglomerativeClustering(k, metric="euclidean", linkage="average").fit_predict(points)
+# (points, counts, seed, restarts) -> labels [n] of every count
+Clusterer = Callable[[Points, Sequence[int], int, int], dict[int, np.ndarray]]
 
 
-def spectral(points: np.ndarray, k: int, seed: int, restarts: int) -> np.ndarray:
+def kmeans(points: Points, counts: Sequence[int], seed: int, restarts: int) -> dict[int, np.ndarray]:
+    if points.gram is not None:
+        return gram_kmeans(points.gram, counts, restarts, seed)
+    return {k: KMeans(k, n_init=restarts, random_state=seed).fit_predict(points.rows) for k in counts}
+
+
+def agglomerative(points: Points, counts: Sequence[int], seed: int, restarts: int) -> dict[int, np.ndarray]:
+    tree = linkage(points.rows, "average")  # one tree, cut at every count
+    return {k: fcluster(tree, k, "maxclust") - 1 for k in counts}
+
+
+def spectral(points: Points, counts: Sequence[int], seed: int, restarts: int) -> dict[int, np.ndarray]:
+    return {k: _spectral(points.rows, k, seed) for k in counts}
+
+
+def _spectral(points: np.ndarray, k: int, seed: int) -> np.ndarray:
     neighbours = min(max(k + 1, 5), len(points) - 1)
     model = SpectralClustering(
         k, affinity="nearest_neighbors", n_neighbors=neighbours, assign_labels="kmeans", random_state=seed
@@ -40,7 +67,7 @@ def spectral(points: np.ndarray, k: int, seed: int, restarts: int) -> np.ndarray
 CLUSTERERS: dict[str, Clusterer] = {"kmeans": kmeans, "agglomerative": agglomerative, "spectral": spectral}
 
 
-_HELD_DISTANCES = 4096
+_HELD, _HELD_ON_GPU = 1024, 8192  # points whose inner products are held
 _NUMBERS_PER_THREAD = 1_000_000  # fewer than that, and threads spend their time waiting for each other
 
 
@@ -59,7 +86,9 @@ class Buckets:
         return labels
 
 
-def discover_buckets(features: np.ndarray, config: DiscoveryConfig, seed: int) -> Buckets:
+def discover_buckets(
+    features: np.ndarray, config: DiscoveryConfig, seed: int, device: torch.device | str = "cpu"
+) -> Buckets:
     """Cluster one client's features [n, d]; candidates are 2 … min(max_buckets, n - 1) buckets."""
     n = len(features)
     points = features.astype(np.float64)
@@ -72,11 +101,11 @@ def discover_buckets(features: np.ndarray, config: DiscoveryConfig, seed: int) -
     distinct = len(np.unique(points.round(6), axis=0))
     if distinct < 2:
         return Buckets(everything, {}, "all prompts are identical")
-    # Distances serve every candidate, unless there are too many points to hold them.
-    distances = pairwise_distances(points) if n <= _HELD_DISTANCES else None
+    held = Points.of(points, device)
+    distances = distances_of(held.gram) if held.gram is not None else None  # they serve every candidate
+    counts = range(2, min(config.max_buckets, n - 1, distinct) + 1)
     best, silhouettes = None, {}
-    for k in range(2, min(config.max_buckets, n - 1, distinct) + 1):
-        labels = CLUSTERERS[config.clusterer](points, k, seed, config.restarts)
+    for k, labels in CLUSTERERS[config.clusterer](held, counts, seed, config.restarts).items():
         if len(np.unique(labels)) < 2:
             continue
         silhouettes[k] = float(
@@ -96,6 +125,7 @@ def discover_all(
     config: DiscoveryConfig,
     seeds: Sequence[int],
     on_done: Callable[[], None] = lambda: None,
+    device: torch.device | str = "cpu",
 ) -> list[Buckets]:
     """Many clients at once. Small problems run one thread each, side by side (ten times faster than the default,
     where every small k-means wakes all cores); a single large one gets all cores."""
@@ -104,7 +134,7 @@ def discover_all(
     threads = max(1, min(cores // len(features), largest // _NUMBERS_PER_THREAD))
 
     def one(job: tuple[np.ndarray, int]) -> Buckets:
-        buckets = discover_buckets(job[0], config, job[1])
+        buckets = discover_buckets(job[0], config, job[1], device)
         on_done()
         return buckets
 

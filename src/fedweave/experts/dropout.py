@@ -32,14 +32,22 @@ class DropoutKeys:
     rate: float
     tokens: torch.Tensor  # [T] int32
 
+    @property
+    def threshold(self) -> int:
+        """A hash below it is dropped."""
+        return int(-(2**31) + self.rate * 2**32)
+
     @classmethod
-    def of(cls, rate: float, lane_keys: list[int], lane_lengths: list[int], device: torch.device) -> DropoutKeys:
+    def of(
+        cls, rate: float, lane_keys: list[int], lane_lengths: list[int], tokens: int, device: torch.device
+    ) -> DropoutKeys:
         """``lane_keys`` name client, round and step; tokens are numbered within their lane."""
-        keys = [
-            np.random.Philox(key=key).random_raw(length).astype(np.uint32).view(np.int32)
-            for key, length in zip(lane_keys, lane_lengths, strict=True)
-        ]
-        return cls(rate, torch.from_numpy(np.concatenate(keys)).to(device, non_blocking=True))
+        keys = np.zeros(tokens, dtype=np.int32)  # rows of no lane keep 0
+        end = 0
+        for key, length in zip(lane_keys, lane_lengths, strict=True):
+            start, end = end, end + length
+            keys[start:end] = np.random.Philox(key=key).random_raw(length).astype(np.uint32).view(np.int32)
+        return cls(rate, torch.from_numpy(keys).to(device, non_blocking=True))
 
 
 def _avalanche(x: torch.Tensor) -> torch.Tensor:
@@ -52,10 +60,8 @@ def _avalanche(x: torch.Tensor) -> torch.Tensor:
     return x
 
 
-def keyed_dropout(x: torch.Tensor, keys: DropoutKeys, layer: int) -> torch.Tensor:
-    """Inverted dropout on x [T, n]."""
-    channel = torch.arange(x.shape[1], dtype=torch.int32, device=x.device) * 2 + 1
+def keep_mask(keys: DropoutKeys, channels: int, layer: int) -> torch.Tensor:
+    """[T, channels] True on the numbers that stay; they are then divided by 1 - rate."""
+    channel = torch.arange(channels, dtype=torch.int32, device=keys.tokens.device) * 2 + 1
     channel = _avalanche(channel + (layer + 1) * 40_503)
-    mixed = _avalanche(keys.tokens[:, None] ^ channel)  # [T, n]
-    threshold = int(-(2**31) + keys.rate * 2**32)
-    return x * (mixed >= threshold) / (1 - keys.rate)
+    return _avalanche(keys.tokens[:, None] ^ channel) >= keys.threshold

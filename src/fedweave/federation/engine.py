@@ -59,7 +59,7 @@ class InProcessEngine:
         # scikit-learn takes 32-bit seeds
         seeds = [stream_key("clusters", self.config.seed, client.index) % 2**32 for client in self.clients]
         features = [client.data.features.numpy() for client in self.clients]
-        found = discover_all(features, self.config.discovery, seeds, progress.advance)
+        found = discover_all(features, self.config.discovery, seeds, progress.advance, self.device)
         progress.close()
         return found
 

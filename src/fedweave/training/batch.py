@@ -12,9 +12,10 @@ from dataclasses import dataclass, fields
 import numpy as np
 import torch
 
-from fedweave.backbone.packing import Packed, to_device
+from fedweave.backbone.packing import Packed
 from fedweave.backbone.prompts import Encoded
 from fedweave.experts.dropout import DropoutKeys, stream_key
+from fedweave.kernels import to_device
 
 
 @dataclass
@@ -90,14 +91,14 @@ class StepBatch:
     def tensors(self) -> list[torch.Tensor]:
         p = self.packed
         keys = [self.dropout.tokens] if self.dropout else []
-        return [p.ids, p.positions, p.sequence, p.boundaries, p.lane_ends, self.source, self.target, self.lane,
-                self.weight, self.slot, self.features, *keys]  # fmt: skip
+        return [p.ids, p.positions, p.sequence, p.boundaries, p.lanes.spans, p.lanes.tiles, self.source,
+                self.target, self.lane, self.weight, self.slot, self.features, *keys]  # fmt: skip
 
     def load(self, other: StepBatch) -> None:
         """Take another batch's values into this one's memory."""
         for mine, theirs in zip(self.tensors(), other.tensors(), strict=True):
             mine.copy_(theirs, non_blocking=True)
-        self.packed.lane_lengths = other.packed.lane_lengths
+        self.packed.lanes.lengths = other.packed.lanes.lengths
 
 
 def build_batch(
@@ -131,7 +132,6 @@ def build_batch(
         tail = _tail(capacity.tokens - len(ids), capacity.longest)
         spare = capacity.sequences * len(lanes) + -(-capacity.tokens // capacity.longest) - len(lengths) - len(tail)
         lengths = np.concatenate([lengths, tail, np.zeros(spare, dtype=int)])
-        lane_lengths[-1] += int(tail.sum())
         ids = np.pad(ids, (0, capacity.tokens - len(ids)))
         fill = capacity.answers - len(source)
         source, target, lane_of_answer = (np.pad(x, (0, fill)) for x in (source, target, lane_of_answer))
@@ -139,7 +139,7 @@ def build_batch(
     keys = None
     if dropout > 0:
         names = [stream_key("dropout", *lane.key, step) for lane in lanes]
-        keys = DropoutKeys.of(dropout, names, lane_lengths, device)
+        keys = DropoutKeys.of(dropout, names, lane_lengths, len(ids), device)
 
     return StepBatch(
         packed=Packed.of(ids, lengths, lane_lengths, device, capacity.longest if capacity else None),

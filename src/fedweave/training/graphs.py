@@ -9,12 +9,19 @@ schedule; a later round that needs more is recorded anew.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import lru_cache
 
 import torch
 
 from fedweave.training.batch import Capacity, Lane, StepBatch, build_batch
 
 _TRIALS = 2  # eager steps before recording: libraries and allocator settle
+
+
+@lru_cache(maxsize=1)
+def _recording_stream() -> torch.cuda.Stream:
+    """One stream for all recordings: every stream that multiplies keeps a workspace of tens of MiB for good."""
+    return torch.cuda.Stream()
 
 
 def _released(batch: StepBatch) -> torch.Tensor:
@@ -47,7 +54,7 @@ class GraphedSteps:
         self._step = _released
 
     def _record(self, batch: StepBatch) -> None:
-        side = torch.cuda.Stream()
+        side = _recording_stream()
         side.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(side):
             for _ in range(_TRIALS):
@@ -55,7 +62,7 @@ class GraphedSteps:
         torch.cuda.current_stream().wait_stream(side)
         torch.cuda.empty_cache()  # the recording allocates from a pool of its own
         self._graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(self._graph):
+        with torch.cuda.graph(self._graph, stream=side):
             self._losses = self._step(batch)
 
     def run(self, batch: StepBatch) -> torch.Tensor:

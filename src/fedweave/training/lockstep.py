@@ -17,7 +17,7 @@ import torch
 
 from fedweave.backbone.load import Backbone
 from fedweave.config import TrainingConfig
-from fedweave.experts.mixture import Mixture, Segments
+from fedweave.experts.mixture import Mixture
 from fedweave.router.mlp import RouterLayout
 from fedweave.training.batch import Lane, StepBatch, build_batch
 from fedweave.training.graphs import GraphedSteps
@@ -223,8 +223,7 @@ class LockstepTrainer:
             weights = self.router.logits(routers.leaves[0], batch.features).softmax(-1)  # [K, s, M]
             per_sequence = weights.flatten(0, 1).index_select(0, batch.slot)  # [S, M]
             gates = per_sequence.index_select(0, packed.sequence)[None]  # [1, T, M]
-        segments = Segments(packed.lane_lengths, packed.lane_ends)
-        with self.mixture.active(experts.leaves, gates, segments, batch.dropout):
+        with self.mixture.active(experts.leaves, gates, packed.lanes, batch.dropout):
             hidden = self.backbone.hidden(packed)  # [T, d]
         answers = hidden.index_select(0, batch.source)
         nll = token_nll(answers, self.backbone.head, batch.target, self.backbone.softcap)

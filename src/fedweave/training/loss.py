@@ -11,6 +11,8 @@ from typing import Any
 
 import torch
 
+from fedweave.kernels.entropy import entropy_and_slope
+
 _BLOCK_ELEMENTS = 1 << 28  # logits of one block: 1 GiB in float32
 
 
@@ -20,25 +22,14 @@ class _LinearCrossEntropy(torch.autograd.Function):
         ctx: Any, hidden: torch.Tensor, head: torch.Tensor, targets: torch.Tensor, softcap: float | None
     ) -> torch.Tensor:
         rows = max(1, _BLOCK_ELEMENTS // head.shape[0])
-        need = hidden.requires_grad
         nll = torch.empty(len(hidden), device=hidden.device)  # [n]
-        grad = torch.empty_like(hidden) if need else None  # [n, d]
+        grad = torch.empty_like(hidden) if hidden.requires_grad else None  # [n, d]
         for start in range(0, len(hidden), rows):
             block = slice(start, start + rows)
-            logits = (hidden[block] @ head.T).float()  # [rows, V]
-            slope = None
-            if softcap is not None:
-                squashed = torch.tanh(logits / softcap)
-                logits, slope = softcap * squashed, 1 - squashed.square()
-            target = targets[block, None]
-            log_z = logits.logsumexp(-1, keepdim=True)
-            nll[block] = (log_z - logits.gather(1, target))[:, 0]
-            if grad is not None:
-                probability = logits.sub_(log_z).exp_()  # d nll / d logits = softmax - onehot
-                probability.scatter_add_(1, target, probability.new_full(target.shape, -1.0))
-                if slope is not None:
-                    probability *= slope
-                grad[block] = probability.to(head.dtype) @ head
+            logits = hidden[block] @ head.T  # [rows, V]
+            nll[block], slope = entropy_and_slope(logits, targets[block], softcap, grad is not None)
+            if grad is not None and slope is not None:
+                grad[block] = slope @ head
         ctx.save_for_backward(grad)
         return nll
 

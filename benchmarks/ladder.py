@@ -1,0 +1,224 @@
+"""The training ladder: from a PEFT loop to packed lockstep, in one run on one machine.
+
+    python -m benchmarks.ladder                                    # whatever this machine has: a minute on a CPU
+    python -m benchmarks.ladder --shapes 135m 0.5b 3b --sweep      # the published figures (H200)
+
+One round is 20 clients × 10 steps × batch 8 with M = 4 experts of rank 8 (on a CPU: 2 × 2 × 8). The PEFT loops are
+timed on a few clients and scaled to all: clients come one after another there, so time is proportional.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import platform
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import fedweave
+from benchmarks import peft_loops
+from benchmarks.clock import once, peak_gib, reset_peak, seconds
+from benchmarks.workload import (
+    SHAPES,
+    TARGETS,
+    backbone_of,
+    filled_up,
+    make_clients,
+    matmul_rate,
+    random_model,
+    real_tokens,
+    schedules,
+)
+from fedweave.config import TrainingConfig
+from fedweave.experts.layout import AdapterLayout
+from fedweave.experts.mixture import Mixture
+from fedweave.router.mlp import RouterLayout
+from fedweave.training.batch import ClientData, Lane
+from fedweave.training.lockstep import LockstepTrainer
+
+EXPERTS, RANK, DROPOUT = 4, 8, 0.1
+
+
+class Bench:
+    """One shape on one device, and everything that is measured of it."""
+
+    def __init__(self, shape: str, device: torch.device, options: argparse.Namespace):
+        self.shape, self.device, self.options = SHAPES[shape], device, options
+        self.dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+        self.rows: list[dict[str, Any]] = []
+        self.rate = matmul_rate(device, self.dtype)
+        self.parameters = sum(p.numel() for p in self.model().parameters())
+
+    def model(self) -> Any:
+        gc.collect()
+        reset_peak(self.device)
+        return random_model(self.shape, self.device, self.dtype)
+
+    def record(self, name: str, tokens: int, measure: Callable[[], float], **more: Any) -> None:
+        """Add a rung; one that does not fit or cannot run says so instead of ending the benchmark."""
+        row: dict[str, Any] = {"name": name, **more}
+        try:
+            spent = measure()
+            # forward and the gradient of activations: 2 · 2 · N FLOP a token; the weights are frozen
+            row |= {
+                "seconds": spent,
+                "tokens_per_second": tokens / spent,
+                "matmul_fraction": 4 * self.parameters * tokens / spent / self.rate,
+                "peak_gib": peak_gib(self.device),
+            }
+        except torch.OutOfMemoryError:
+            row["failed"] = "out of memory"
+        except ImportError as error:
+            row["failed"] = f"needs {error.name}"
+        self.rows.append(row)
+        shown = (
+            f"{row['seconds']:8.3f} s {row['tokens_per_second']:10,.0f} tok/s"
+            if "seconds" in row
+            else row["failed"]
+        )
+        peak = f" {row['peak_gib']:6.1f} GiB" if row.get("peak_gib") else ""
+        print(f"  {name:58s} {shown}{peak}", flush=True)
+
+    # ------------------------------------------------------------------------------ rungs
+
+    def reference(self, name: str, loop: Callable, clients: list[ClientData], plan: list) -> None:
+        """A PEFT loop, timed on a few clients."""
+        few = min(self.options.reference_clients, len(clients))
+
+        def measure() -> float:
+            model = self.model()
+            loop(model, clients[:1], [plan[0][:1]], self.device)()  # libraries settle
+            spent = once(loop(self.model(), clients[:few], plan[:few], self.device), self.device)
+            return spent * len(clients) / few
+
+        self.record(name, real_tokens(clients, plan), measure, clients_timed=few)
+
+    def ours(
+        self,
+        name: str,
+        clients: list[ClientData],
+        plan: list,
+        tokens: int,
+        together: int | None = None,
+        fused: bool = False,
+        graphs: bool = False,
+        second_forward: bool = False,
+        timed: int | None = None,
+    ) -> None:
+        """FedWeave's trainer with some of its means switched off."""
+        few = min(timed or len(clients), len(clients))
+
+        def measure() -> float:
+            backbone = backbone_of(self.model(), fused)
+            layout = AdapterLayout.of(backbone.linear_layers(TARGETS), RANK, EXPERTS)
+            router = RouterLayout(backbone.width, 512, EXPERTS)
+            mixture = Mixture(backbone.linear_layers(TARGETS), layout, 16)
+            trainer = LockstepTrainer(
+                backbone, mixture, router, TrainingConfig(lr=1e-4, cuda_graphs=graphs), DROPOUT, 5e-5
+            )
+            theta, phi = layout.initial(0).to(self.device), router.initial(0).to(self.device)
+            lanes = [Lane(c, p, theta, phi, (k,)) for k, (c, p) in enumerate(zip(clients, plan, strict=True))][:few]
+
+            def round_() -> None:
+                if second_forward:
+                    for lane in lanes:
+                        self._features(backbone, lane)
+                for _ in trainer.train(lanes, together or len(lanes)):
+                    pass
+
+            spent = seconds(round_, self.device, 1 if few < len(clients) or self.device.type == "cpu" else 3)
+            mixture.detach()
+            trainer.release()
+            return spent * len(clients) / few
+
+        self.record(name, tokens, measure, **({"clients_timed": few} if few < len(clients) else {}))
+
+    @staticmethod
+    @torch.no_grad()
+    def _features(backbone: Any, lane: Lane) -> None:
+        """What a step costs where the router's input is computed anew: the whole sequence, adapters off."""
+        from fedweave.backbone.packing import pack
+
+        for step in lane.schedule:
+            backbone.hidden(pack([[lane.data.examples[i].ids for i in step]], backbone.device))
+
+    def ladder(self) -> dict[str, Any]:
+        o = self.options
+        clients = make_clients(self.shape, o.clients, 80)
+        plan = schedules(clients, o.steps, o.batch)
+        tokens, few = real_tokens(clients, plan), o.reference_clients
+        self.reference("PEFT, one LoRA, clients one after another", peft_loops.one_lora, clients, plan)
+        self.reference("PEFT soft mixture, gate hooks, second forward", peft_loops.soft_mixture, clients, plan)
+        self.ours("stacked experts, one client at a time, second forward", clients, plan, tokens, 1, timed=few,
+                  second_forward=True)  # fmt: skip
+        self.ours("+ cached features", clients, plan, tokens, 1, timed=few)
+        grown, order = filled_up(clients, plan)
+        self.ours("+ lockstep, padded to the longest", grown, order, tokens)
+        self.ours("+ packed", clients, plan, tokens)
+        self.ours("+ fused operations", clients, plan, tokens, fused=True)
+        if self.device.type == "cuda":
+            self.ours("+ recorded steps", clients, plan, tokens, fused=True, graphs=True)
+        base = next((r["seconds"] for r in self.rows if r["name"].startswith("PEFT soft") and "seconds" in r), None)
+        for row in self.rows:
+            if base and "seconds" in row:
+                row["speedup"] = base / row["seconds"]
+        return {
+            "clients": o.clients, "steps": o.steps, "batch": o.batch, "tokens": tokens,
+            "parameters": self.parameters, "matmul_tflops": self.rate / 1e12, "rungs": self.rows,
+        }  # fmt: skip
+
+    def sweep(self) -> list[dict[str, Any]]:
+        """Seconds a round over the number of clients, and over the tokens of each."""
+        o, self.rows = self.options, []
+        graphs = self.device.type == "cuda"
+        for count in (5, 10, 20, 40):
+            self._point(f"{count} clients", count, o.batch, graphs)
+        for batch in (4, 16, 32):
+            self._point(f"batch {batch}", o.clients, batch, graphs)
+        return self.rows
+
+    def _point(self, name: str, count: int, batch: int, graphs: bool) -> None:
+        clients = make_clients(self.shape, count, 80)
+        plan = schedules(clients, self.options.steps, batch)
+        tokens = real_tokens(clients, plan)
+        self.ours(name, clients, plan, tokens, fused=True, graphs=graphs)
+        self.rows[-1] |= {"clients": count, "batch": batch, "tokens": tokens}
+
+
+def main() -> None:
+    gpu = torch.cuda.is_available()
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--shapes", nargs="+", choices=list(SHAPES), default=["135m"])
+    parser.add_argument("--clients", type=int, default=20 if gpu else 2)
+    parser.add_argument("--steps", type=int, default=10 if gpu else 2)
+    parser.add_argument("--batch", type=int, default=8)
+    parser.add_argument("--reference-clients", type=int, default=2, help="how many the PEFT loops are timed on")
+    parser.add_argument("--sweep", action="store_true", help="also vary clients and tokens")
+    parser.add_argument("--output", type=Path, help="a JSON file")
+    options = parser.parse_args()
+    device = torch.device("cuda" if gpu else "cpu")
+    result: dict[str, Any] = {
+        "device": torch.cuda.get_device_name() if gpu else f"CPU, {torch.get_num_threads()} threads",
+        "versions": {
+            "fedweave": fedweave.__version__,
+            "torch": torch.__version__,
+            "python": platform.python_version(),
+        },
+        "shapes": {},
+    }
+    for shape in options.shapes:
+        print(f"{shape} on {result['device']}: {options.clients} clients × {options.steps} steps × {options.batch}")
+        bench = Bench(shape, device, options)
+        result["shapes"][shape] = bench.ladder()
+        if options.sweep:
+            result["shapes"][shape]["sweep"] = bench.sweep()
+        if options.output:  # after every shape: a crash loses at most one
+            options.output.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

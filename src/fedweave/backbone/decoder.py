@@ -1,0 +1,103 @@
+"""The frozen decoder of Llama-type models, run layer by layer through fused operations.
+
+    s, h = add_norm(s, delta)        q, k, v = rotate(h [Wq Wk Wv])      delta = attention(q, k, v) Wo
+    s, h = add_norm(s, delta)        m = gated_unit(h [Wg Wu])           delta = m Wd
+
+It computes what transformers' own layers compute. Products that read the same input are one product; what lies
+between products is one kernel each, with its gradient written out (``kernels/``); and since the weights are
+frozen, little is kept for the backward pass. Other architectures run through transformers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from fedweave.backbone.packing import Packed, attend
+from fedweave.experts.mixture import with_experts
+from fedweave.kernels.gated import gated_unit
+from fedweave.kernels.norm import add_norm
+from fedweave.kernels.rotary import rotate
+
+FAMILIES = ("llama", "qwen2", "mistral")
+
+
+class Decoder:
+    """A frozen model's layers with their products joined. The model keeps working: its weights become views."""
+
+    def __init__(self, model: Any):
+        self.base = model.base_model
+        self.layers = [_Layer(layer) for layer in self.base.layers]
+
+    @staticmethod
+    def fits(model: Any) -> bool:
+        """Whether this model is of the kind that is written out here."""
+        config = model.config
+        return (
+            config.model_type in FAMILIES
+            and config.hidden_act == "silu"
+            and all(layer.self_attn.q_proj.weight.dtype == model.dtype for layer in model.base_model.layers)
+        )
+
+    def hidden(self, packed: Packed) -> torch.Tensor:
+        """Last hidden states after the final norm, [T, d]."""
+        s = self.base.embed_tokens(packed.ids)  # [1, T, d]
+        cos, sin = (angle[0] for angle in self.base.rotary_emb(s, packed.positions))  # [T, D]
+        s, delta = s[0], None
+        for layer in self.layers:
+            s, delta = layer(s, delta, cos, sin, packed)
+        norm = self.base.norm
+        return add_norm(s, delta, norm.weight, norm.variance_epsilon)[1]
+
+
+class _Layer:
+    """One decoder layer."""
+
+    def __init__(self, layer: Any):
+        attention, mlp = layer.self_attn, layer.mlp
+        self.attention = attention
+        self.norms = (layer.input_layernorm, layer.post_attention_layernorm)
+        self.qkv = _Joined([attention.q_proj, attention.k_proj, attention.v_proj])
+        self.out = _Joined([attention.o_proj])
+        self.gate_up = _Joined([mlp.gate_proj, mlp.up_proj])
+        self.down = _Joined([mlp.down_proj])
+        self.heads = attention.q_proj.out_features // attention.head_dim
+        self.kv_heads = attention.k_proj.out_features // attention.head_dim
+
+    def __call__(
+        self,
+        s: torch.Tensor,  # [T, d] the residual stream before the last contribution
+        delta: torch.Tensor | None,  # [T, d] that contribution
+        cos: torch.Tensor,
+        sin: torch.Tensor,
+        packed: Packed,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        first, second = self.norms
+        s, h = add_norm(s, delta, first.weight, first.variance_epsilon)
+        q, k, v = rotate(self.qkv(h), cos, sin, self.heads, self.kv_heads)  # [T, heads, D]
+        window = getattr(self.attention, "sliding_window", None)
+        attended = attend(q, k, v, packed, self.attention.scaling, window)
+        s, h = add_norm(s, self.out(attended.flatten(1)), second.weight, second.variance_epsilon)
+        return s, self.down(gated_unit(self.gate_up(h)))
+
+
+class _Joined:
+    """Linear layers that read the same input, as one product."""
+
+    def __init__(self, layers: Sequence[torch.nn.Linear]):
+        self.layers = layers
+        self.weight: torch.Tensor = layers[0].weight
+        self.bias: torch.Tensor | None = layers[0].bias
+        if len(layers) == 1:
+            return
+        self.weight = torch.cat([layer.weight.data for layer in layers])  # [columns of all, n]
+        for layer, part in zip(layers, self.weight.split([w.out_features for w in layers]), strict=True):
+            layer.weight.data = part
+        if self.bias is not None:
+            self.bias = torch.cat([layer.bias.data for layer in layers])
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        return with_experts(F.linear(x, self.weight, self.bias), x, self.layers)

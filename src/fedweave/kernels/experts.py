@@ -1,0 +1,74 @@
+"""The stacked experts of K lanes on one packed batch:  y += scale · B (g ⊙ (A dropout(x))).
+
+x [T, n] holds the lanes' tokens side by side; every lane has its own A [M·r, n] and B [M·r, m], every token its
+own gates g [M]. Forward and backward are made of three products over lane segments:
+
+    reduce   [T, n] to [T, M·r]     u = dropout(x) Aᵀ             du = g ⊙ (scale · dy Bᵀ), and the gates' gradient
+    expand   [T, M·r] to [T, m]     y += scale · (g ⊙ u) B        dx = dropout(du A)
+    outer    sums over a lane       dB = scale · (g ⊙ u)ᵀ dy      dA = duᵀ dropout(x)
+
+Dropout masks and gated copies are never written to memory: a mask bit is a hash, cheaper to compute than to read.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from fedweave.kernels.lanes import Setting, Target, expand, outer, reduce, reduce_back
+
+
+def add_experts(
+    y: torch.Tensor,  # [..., columns] with T rows in all; changed in place
+    x: torch.Tensor,  # [T, n]
+    gates: torch.Tensor | None,  # [T, M] float32; None: one expert with weight 1
+    targets: Sequence[Target],
+    factors: Sequence[torch.Tensor],  # A [K, M·r, n] and B [K, M·r, width] of every target in turn
+    setting: Setting,
+) -> torch.Tensor:
+    """y with the experts' contribution."""
+    return _AddExperts.apply(y, x, gates, targets, setting, *factors)
+
+
+class _AddExperts(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        y: torch.Tensor,
+        x: torch.Tensor,
+        gates: torch.Tensor | None,
+        targets: Sequence[Target],
+        setting: Setting,
+        *factors: torch.Tensor,
+    ) -> torch.Tensor:
+        reduced, rows = [], y.flatten(0, -2)  # flat only in here: autograd copies where a view is changed in place
+        for target, a, b in zip(targets, factors[::2], factors[1::2], strict=True):
+            u = reduce(x, a, setting, target.index)  # [T, M·r]
+            columns = rows[:, target.start : target.start + target.width]
+            expand(columns, u, b, setting, gates, setting.scale)
+            reduced.append(u)
+        ctx.targets, ctx.setting, ctx.gated = targets, setting, gates is not None
+        ctx.save_for_backward(x, *([gates] if gates is not None else []), *reduced, *factors)
+        ctx.mark_dirty(y)
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        dy, setting, count = grads[0].flatten(0, -2), ctx.setting, len(ctx.targets)
+        x, *rest = ctx.saved_tensors
+        gates = rest.pop(0) if ctx.gated else None
+        reduced, factors = rest[:count], rest[count:]
+        dx = torch.empty_like(x) if ctx.needs_input_grad[1] else None
+        dgates = torch.zeros_like(gates) if gates is not None else None
+        factor_grads: list[torch.Tensor] = []
+        for i, (target, u) in enumerate(zip(ctx.targets, reduced, strict=True)):
+            a, b = factors[2 * i : 2 * i + 2]
+            part = dy[:, target.start : target.start + target.width]
+            du = reduce_back(part, b, u, setting, gates, dgates)
+            factor_grads.append(outer(du, x, a, setting, None, target.index, 1.0))
+            factor_grads.append(outer(u, part, b, setting, gates, None, setting.scale))
+            if dx is not None:
+                expand(dx, du, a, setting, None, 1.0, drop=target.index, add=i > 0)
+        return grads[0], dx, dgates, None, None, *factor_grads

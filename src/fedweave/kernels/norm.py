@@ -1,0 +1,124 @@
+"""Residual addition and RMS norm in one pass:  s = x + delta,  h = w · s / rms(s)."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from fedweave.kernels import fused, power_of_two
+
+try:
+    import triton
+    import triton.language as tl
+except ImportError:
+    triton = None
+
+
+def add_norm(
+    x: torch.Tensor, delta: torch.Tensor | None, weight: torch.Tensor, eps: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """x, delta [T, d] to s, h [T, d]; without a delta s is x."""
+    if delta is None:
+        return x, _AddNorm.apply(x, torch.zeros_like(x), weight, eps)[1] if x.requires_grad else _norm(
+            x, weight, eps
+        )
+    return _AddNorm.apply(x, delta, weight, eps)
+
+
+def _norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    wide = x.float()
+    return weight * (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)).to(x.dtype)
+
+
+class _AddNorm(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, x: torch.Tensor, delta: torch.Tensor, weight: torch.Tensor, eps: float
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        ctx.set_materialize_grads(False)
+        if fused(x):
+            s, h, inverse = _forward(x.contiguous(), delta.contiguous(), weight, eps)
+        else:
+            s = x + delta
+            wide = s.float()
+            inverse = torch.rsqrt(wide.square().mean(-1) + eps)  # [T] 1 / rms
+            h = weight * (wide * inverse[:, None]).to(s.dtype)
+        ctx.save_for_backward(s, weight, inverse)
+        return s, h
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
+        ds, dh = grads
+        s, weight, inverse = ctx.saved_tensors
+        if dh is None:
+            return ds, ds, None, None
+        if fused(s):
+            dx = _backward(s, weight, inverse, ds, dh.contiguous())
+        else:
+            unit = s.float() * inverse[:, None]
+            g = dh.float() * weight.float()
+            wide = inverse[:, None] * (g - unit * (g * unit).mean(-1, keepdim=True))
+            dx = (wide if ds is None else wide + ds.float()).to(s.dtype)
+        return dx, dx, None, None
+
+
+def _grid(x: torch.Tensor) -> tuple[tuple[int], dict[str, int]]:
+    width = power_of_two(x.shape[1])
+    rows = max(1, 4096 // width)
+    return (-(-x.shape[0] // rows),), {"ROWS": rows, "WIDTH": width, "num_warps": 8}
+
+
+def _forward(
+    x: torch.Tensor, delta: torch.Tensor, weight: torch.Tensor, eps: float
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    s, h = torch.empty_like(x), torch.empty_like(x)
+    inverse = torch.empty(x.shape[0], device=x.device)
+    grid, options = _grid(x)
+    _forward_kernel[grid](x, delta, weight, s, h, inverse, *x.shape, eps, **options)
+    return s, h, inverse
+
+
+def _backward(
+    s: torch.Tensor, weight: torch.Tensor, inverse: torch.Tensor, ds: torch.Tensor | None, dh: torch.Tensor
+) -> torch.Tensor:
+    dx = torch.empty_like(s)
+    grid, options = _grid(s)
+    residual = dh if ds is None else ds.contiguous()
+    _backward_kernel[grid](s, weight, inverse, residual, dh, dx, *s.shape, RESIDUAL=ds is not None, **options)
+    return dx
+
+
+if triton is not None:
+
+    @triton.jit
+    def _forward_kernel(x, delta, weight, s, h, inverse, T, D, eps, ROWS: tl.constexpr, WIDTH: tl.constexpr):
+        t = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+        c = tl.arange(0, WIDTH)
+        live = (t < T)[:, None] & (c < D)[None, :]
+        at = t.to(tl.int64)[:, None] * D + c[None, :]
+        total = tl.load(x + at, live, 0.0).to(tl.float32) + tl.load(delta + at, live, 0.0).to(tl.float32)
+        total = total.to(s.dtype.element_ty)
+        tl.store(s + at, total, live)
+        wide = total.to(tl.float32)
+        scale = tl.rsqrt(tl.sum(wide * wide, 1) / D + eps)
+        tl.store(inverse + t, scale, t < T)
+        w = tl.load(weight + c, c < D, 0.0)
+        unit = (wide * scale[:, None]).to(h.dtype.element_ty)
+        tl.store(h + at, w[None, :] * unit, live)
+
+    @triton.jit
+    def _backward_kernel(
+        s, weight, inverse, ds, dh, dx, T, D, RESIDUAL: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr
+    ):
+        t = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+        c = tl.arange(0, WIDTH)
+        live = (t < T)[:, None] & (c < D)[None, :]
+        at = t.to(tl.int64)[:, None] * D + c[None, :]
+        scale = tl.load(inverse + t, t < T, 0.0)[:, None]
+        unit = tl.load(s + at, live, 0.0).to(tl.float32) * scale
+        g = tl.load(dh + at, live, 0.0).to(tl.float32) * tl.load(weight + c, c < D, 0.0).to(tl.float32)[None, :]
+        out = scale * (g - unit * (tl.sum(g * unit, 1) / D)[:, None])
+        if RESIDUAL:
+            out += tl.load(ds + at, live, 0.0).to(tl.float32)
+        tl.store(dx + at, out.to(dx.dtype.element_ty), live)

@@ -1,0 +1,125 @@
+"""Every fused operation against autograd on the written-out formula, in plain torch and as a Triton kernel.
+
+The kernels need a GPU, or TRITON_INTERPRET=1 and the triton package on a CPU.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+import fedweave.kernels
+from fedweave.experts.dropout import DropoutKeys, keep_mask
+from fedweave.kernels import entropy, gated, lanes, norm, rotary
+from fedweave.kernels.experts import add_experts
+from fedweave.kernels.lanes import Lanes, Setting, Target
+
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+
+@pytest.fixture(params=["plain", "triton"])
+def version(request, monkeypatch):
+    if request.param == "triton" and not fedweave.kernels.fused(torch.zeros(1, device=DEVICE)):
+        pytest.skip("needs a CUDA device (or TRITON_INTERPRET=1 and triton)")
+    if request.param == "plain":
+        for module in (entropy, gated, lanes, norm, rotary):
+            monkeypatch.setattr(module, "fused", lambda x: False)
+    return request.param
+
+
+def leaf(*shape: int, seed: int = 0) -> torch.Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(DEVICE).requires_grad_()
+
+
+def same(mine, theirs, inputs):
+    """Equal values, and equal gradients along a random direction."""
+    mine, theirs = (x if isinstance(x, tuple) else (x,) for x in (mine, theirs))
+    directions = [torch.randn(x.shape, generator=torch.Generator().manual_seed(9)).to(DEVICE) for x in theirs]
+    grads = []
+    for outputs in (mine, theirs):
+        total = sum((x * d).sum() for x, d in zip(outputs, directions, strict=True))
+        grads.append(torch.autograd.grad(total, inputs))
+    for a, b in zip((*mine, *grads[0]), (*theirs, *grads[1]), strict=True):
+        torch.testing.assert_close(a, b, atol=2e-4, rtol=2e-4)
+
+
+@pytest.mark.parametrize("width", [48, 130])
+def test_add_norm(version, width):
+    x, delta, weight = leaf(7, width), leaf(7, width, seed=1), leaf(width, seed=2).detach()
+
+    def written_out(x, delta):
+        s = x + delta
+        return s, weight * s * torch.rsqrt(s.square().mean(-1, keepdim=True) + 1e-5)
+
+    same(norm.add_norm(x, delta, weight, 1e-5), written_out(x, delta), [x, delta])
+    same(norm.add_norm(x, delta, weight, 1e-5)[1], written_out(x, delta)[1], [x, delta])
+    same(norm.add_norm(x, None, weight, 1e-5)[1], written_out(x, 0)[1], [x])
+
+
+def test_gated_unit(version):
+    both = leaf(5, 2 * 1100)
+    same(gated.gated_unit(both), F.silu(both[:, :1100]) * both[:, 1100:], [both])
+
+
+def test_rotate(version):
+    qkv, angle = leaf(70, (4 + 2 * 2) * 16), torch.rand(70, 8, device=DEVICE) * 6
+    cos, sin = (torch.cat([f(angle)] * 2, 1) for f in (torch.cos, torch.sin))
+
+    def turned(x):
+        a, b = x.chunk(2, -1)
+        c, s = cos[:, None, :8], sin[:, None, :8]
+        return torch.cat([a * c - b * s, b * c + a * s], -1)
+
+    q, k, v = qkv.view(70, 8, 16).split([4, 2, 2], 1)
+    same(rotary.rotate(qkv, cos, sin, 4, 2), (turned(q), turned(k), v), [qkv])
+
+
+@pytest.mark.parametrize("softcap", [None, 5.0])
+def test_entropy_and_slope(version, softcap):
+    logits, targets = leaf(6, 5000), torch.tensor([0, 4999, 4096, 17, 4095, 2500], device=DEVICE)
+    capped = logits if softcap is None else softcap * torch.tanh(logits / softcap)
+    expected = F.cross_entropy(capped, targets, reduction="none")
+    (slope,) = torch.autograd.grad(expected.sum(), logits)
+    nll, mine = entropy.entropy_and_slope(logits.detach().clone(), targets, softcap, True)
+    torch.testing.assert_close(nll, expected.detach(), atol=1e-4, rtol=1e-4)
+    torch.testing.assert_close(mine, slope, atol=1e-5, rtol=1e-4)
+    assert entropy.entropy_and_slope(logits.detach().clone(), targets, softcap, False)[1] is None
+
+
+@pytest.mark.parametrize(("experts", "rate"), [(3, 0.0), (3, 0.25), (1, 0.25), (0, 0.0)])
+def test_add_experts(version, experts, rate):
+    """Three lanes of unequal length with rows of nobody behind them; two targets in one product's columns."""
+    lengths, tokens, n, rank = [70, 3, 130], 210, 40, 4
+    own = Lanes.of(lengths, tokens, DEVICE)
+    rows = max(experts, 1) * rank
+    keys = DropoutKeys.of(rate, [1, 2, 3], lengths, tokens, DEVICE) if rate else None
+    setting, targets = Setting(own, keys, 2.0, rank), [Target(0, 0, 24), Target(5, 30, 72)]
+    y, x = leaf(tokens, 110), leaf(tokens, n, seed=1)
+    gates = leaf(tokens, experts, seed=2) if experts else None
+    factors = [leaf(3, rows, width, seed=3 + i) for i, width in enumerate((n, 24, n, 72))]
+    used = sum(lengths)
+
+    def written_out():
+        columns = list(y[:used].split([24, 6, 72, 8], 1))
+        for place, target, a, b in zip((0, 2), targets, factors[::2], factors[1::2], strict=True):
+            dropped = x * keep_mask(keys, n, target.index) / (1 - rate) if keys else x
+            parts = []
+            for k, part in enumerate(dropped[:used].split(lengths)):
+                u = part @ a[k].T
+                if gates is not None:
+                    u = u * gates[:used].split(lengths)[k].repeat_interleave(rank, 1)
+                parts.append(u @ b[k])
+            columns[place] = columns[place] + 2.0 * torch.cat(parts)
+        return torch.cat(columns, 1)
+
+    inputs = [x, *factors, *([gates] if gates is not None else [])]
+    mine = add_experts(y.clone(), x, gates, targets, factors, setting)[:used]
+    expected = written_out()
+    direction = torch.randn(expected.shape, generator=torch.Generator().manual_seed(4)).to(DEVICE)
+    torch.testing.assert_close(mine, expected, atol=1e-3, rtol=1e-3)
+    got = torch.autograd.grad((mine * direction).sum(), inputs)
+    want = torch.autograd.grad((expected * direction).sum(), inputs)
+    for a, b in zip(got, want, strict=True):
+        rows_of_lanes = slice(0, used) if a.shape[0] == tokens else slice(None)
+        torch.testing.assert_close(a[rows_of_lanes], b[rows_of_lanes], atol=1e-3, rtol=1e-3)
