@@ -131,7 +131,7 @@ def fedweave(*arguments, endpoint: str, token: str = "right", **extra: str) -> s
         **extra,
     }  # fmt: skip
     command = [sys.executable, "-m", "fedweave.cli", *map(str, arguments)]
-    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
+    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600)
 
 
 def test_a_bundle_arrives_whole_and_answers_from_there(bundle, hub, tmp_path):

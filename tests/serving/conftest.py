@@ -33,7 +33,7 @@ class Running:
     backend: Engine | Gateway
 
     def client(self, key: str = "any", **options) -> openai.OpenAI:
-        return openai.OpenAI(base_url=f"{self.url}/v1", api_key=key, max_retries=0, timeout=60, **options)
+        return openai.OpenAI(base_url=f"{self.url}/v1", api_key=key, max_retries=0, timeout=300, **options)
 
 
 @contextmanager
@@ -58,7 +58,7 @@ def running(
         thread.join(0.02)
     yield Running(f"http://127.0.0.1:{listener.getsockname()[1]}", ready[0][1])
     ready[0][0].should_exit = True
-    thread.join(20)
+    thread.join(120)
     assert not thread.is_alive()
 
 
@@ -73,7 +73,7 @@ def process(folder, environment=None, *options: str):
         yield "http://" + line.split("http://")[1].split()[0], psutil.Process(server.pid)
     finally:
         server.send_signal(signal.SIGINT)
-        assert server.wait(30) == 0
+        assert server.wait(120) == 0
         assert "Traceback" not in server.stderr.read()
 
 

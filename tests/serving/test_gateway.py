@@ -68,17 +68,17 @@ def test_many_clients_at_once(gateway, twin):
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(60)
+        thread.join(300)
     assert answers == expected
     assert gateway.backend.running == gateway.backend.waiting == 0
 
 
 def test_a_client_that_hangs_up_frees_the_upstream(gateway, upstream):
     with httpx.stream(
-        "POST", f"{gateway.url}/v1/chat/completions", json=ask(PROMPTS[0], max_tokens=48, stream=True)
+        "POST", f"{gateway.url}/v1/chat/completions", json=ask(PROMPTS[0], max_tokens=48, stream=True), timeout=120
     ) as response:
         next(response.iter_lines())
-    deadline = time.monotonic() + 5
+    deadline = time.monotonic() + 60
     while time.monotonic() < deadline:
         if httpx.get(f"{upstream}/health").json()["running"] == 0 and gateway.backend.running == 0:
             return
@@ -137,11 +137,13 @@ def test_an_upstream_that_misbehaves(model, how, status, message):
     threading.Thread(target=server.serve_forever, daemon=True).start()
     url = f"http://127.0.0.1:{server.server_address[1]}"
     with running(model, upstream=url) as gateway:
-        response = httpx.post(f"{gateway.url}/v1/chat/completions", json=ask(PROMPTS[0]), timeout=20)
+        response = httpx.post(f"{gateway.url}/v1/chat/completions", json=ask(PROMPTS[0]), timeout=120)
         assert response.status_code == status
         assert message in response.json()["error"]["message"]
         if how == "cut":  # within a stream the status is out: the error is an event
-            lines = httpx.post(f"{gateway.url}/v1/chat/completions", json=ask(PROMPTS[0], stream=True)).text
+            lines = httpx.post(
+                f"{gateway.url}/v1/chat/completions", json=ask(PROMPTS[0], stream=True), timeout=120
+            ).text
             assert "begun" in lines and '"error"' in lines and "[DONE]" not in lines
         health = httpx.get(f"{gateway.url}/health")
         assert health.status_code == 503 and "does not serve expert_0" in health.json()["reason"]

@@ -24,7 +24,7 @@ def prompts() -> list[str]:
 
 async def wave(url: str, asked: list[str], tokens: int) -> list[tuple[str, int]]:
     """Everyone asks at the same moment; (text, expert) of each."""
-    client = openai.AsyncOpenAI(base_url=f"{url}/v1", api_key="any", max_retries=0, timeout=600)
+    client = openai.AsyncOpenAI(base_url=f"{url}/v1", api_key="any", max_retries=0, timeout=1200)
 
     async def one(prompt: str) -> tuple[str, int]:
         stream = await client.chat.completions.create(**ask(prompt, max_tokens=tokens, stream=True))
@@ -62,7 +62,7 @@ def test_a_tiny_model(served, twin):
 def test_the_default_model(tmp_path):
     """SmolLM2-135M on a CPU, trained for a few rounds; what it says is asked for directly first."""
     run, bundle = tmp_path / "run", tmp_path / "bundle"
-    quick = ["evaluation.scores=false", "evaluation.untouched=false", "training.rounds=2"]
+    quick = ["evaluation.scores=false", "evaluation.untouched=false", "training.rounds=1", "data.train=24"]
     fedweave = [sys.executable, "-m", "fedweave.cli"]
     subprocess.run([*fedweave, "run", "quickstart", *quick, f"output={run}"], env=ENVIRONMENT, check=True)
     subprocess.run([*fedweave, "export", str(run), str(bundle)], env=ENVIRONMENT, check=True)

@@ -28,7 +28,7 @@ def browser():
     driver.quit()
 
 
-def wait(browser, condition, seconds: float = 20):
+def wait(browser, condition, seconds: float = 120):
     from selenium.webdriver.support.ui import WebDriverWait
 
     return WebDriverWait(browser, seconds, poll_frequency=0.05).until(lambda _: condition())
