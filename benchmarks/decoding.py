@@ -2,8 +2,9 @@
 
     python -m benchmarks.decoding runs/quickstart --rows 1,8,32 --output decoding.json
 
-Every figure is the time of one decoding step of the running batch that serves requests (prompts are read before the
-clock starts, answers never end early). The three kinds take turns, so that a slow minute of the machine hits all.
+A figure is one decoding step of the running batch that serves requests: prompts are read before the clock starts,
+and no answer ends early. The three kinds take turns step by step, so that a slow second hits all of them alike;
+processor time stands beside wall time, since only it means something on a machine with other work to do.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import statistics
 import time
 from collections import deque
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -28,64 +30,85 @@ from fedweave.runs.summary import environment
 KINDS = ("bare", "sparse", "soft")
 
 
-def step_seconds(model: FedWeaveModel, alpha: float, kind: str, rows: int, steps: int) -> list[float]:
-    """Seconds of every step of a batch of ``rows`` answers."""
-    pools, _ = make_sample(rows, seed=0)
-    prompts = [e.prompt for group in zip(*pools.values(), strict=True) for e in group][:rows]
-    encoded = model.backbone.prompts.encode_prompts(prompts)
-    gates = torch.ones(rows, 1)
-    mixture = None
-    if kind != "bare":
-        layers = model.backbone.linear_layers(tuple({name.split(".")[-1] for name in model.mixture.layout.names}))
-        mixture = Mixture(layers, model.mixture.layout, alpha)
-        gates = sparsify(torch.rand(rows, model.mixture.layout.experts).softmax(-1), kind)
-    waiting = deque(
-        Row(model.backbone, prompt, gate, Sampling(max_new_tokens=steps + 3))
-        for prompt, gate in zip(encoded, gates, strict=True)
-    )
-    for row in waiting:
-        row.ends = []  # no answer ends by itself
-    batch = RunningBatch(model.backbone, mixture, model.theta, rows, max(row.room for row in waiting))
-    batch.prefill = 10**9
-    list(batch.advance(waiting))  # prompts, and the first step, which records on CUDA
-    seconds = []
+class Contest:
+    """One running batch of every kind on the same backbone; experts are attached only while their step runs."""
+
+    def __init__(self, model: FedWeaveModel, rows: int, steps: int):
+        self.model, self.layout = model, model.mixture.layout
+        self.alpha = model.mixture.scale * self.layout.rank
+        self.layers = dict(model.backbone.model.named_modules())
+        model.mixture.detach()
+        pools, _ = make_sample(rows, seed=0)
+        prompts = [e.prompt for group in zip(*pools.values(), strict=True) for e in group][:rows]
+        self.batches = {kind: self._batch(kind, prompts, steps + 3) for kind in KINDS}
+
+    def _batch(self, kind: str, prompts: list[Any], tokens: int) -> RunningBatch:
+        model = self.model
+        random = torch.rand(len(prompts), self.layout.experts, generator=torch.Generator().manual_seed(0))
+        gates = torch.ones(len(prompts), 1) if kind == "bare" else sparsify(random.softmax(-1), kind)
+        encoded = model.backbone.prompts.encode_prompts(prompts)
+        rows = [
+            Row(model.backbone, prompt, gate, Sampling(max_new_tokens=tokens))
+            for prompt, gate in zip(encoded, gates, strict=True)
+        ]
+        for row in rows:
+            row.ends = []  # no answer ends by itself
+        model.mixture = self._attach()
+        mixture = None if kind == "bare" else model.mixture
+        batch = RunningBatch(model.backbone, mixture, model.theta, len(rows), max(row.room for row in rows))
+        batch.prefill = 10**9
+        list(batch.advance(deque(rows)))  # prompts, and the first step, which records on CUDA
+        model.mixture.detach()
+        return batch
+
+    def _attach(self) -> Mixture:
+        return Mixture({name: self.layers[name] for name in self.layout.names}, self.layout, self.alpha)
+
+    def step(self, kind: str) -> tuple[float, float]:
+        """(wall, processor) seconds of one step; it ends with the tokens on the host."""
+        batch = self.batches[kind]
+        mixture = self._attach() if kind != "bare" else None
+        batch.mixture = mixture
+        wall, processor = time.perf_counter(), time.process_time()
+        list(batch.advance(deque()))
+        spent = time.perf_counter() - wall, time.process_time() - processor
+        if mixture is not None:
+            mixture.detach()
+        return spent
+
+
+def measure(model: FedWeaveModel, rows: int, steps: int) -> dict[str, Any]:
+    contest = Contest(model, rows, steps)
+    spent: dict[str, list[tuple[float, float]]] = {kind: [] for kind in KINDS}
     for _ in range(steps):
-        started = time.perf_counter()
-        list(batch.advance(waiting))  # ends with tokens on the host
-        seconds.append(time.perf_counter() - started)
-    if mixture is not None:
-        mixture.detach()
-    return seconds
+        for kind in KINDS:
+            spent[kind].append(contest.step(kind))
+    result: dict[str, Any] = {"rows": rows, "steps": steps}
+    for i, clock in enumerate(("wall", "processor")):
+        median = {kind: 1e3 * statistics.median(times[i] for times in spent[kind]) for kind in KINDS}
+        result[f"{clock}_ms"] = {kind: round(value, 2) for kind, value in median.items()}
+        result[f"{clock}_ratio"] = {kind: round(median[kind] / median["bare"], 3) for kind in KINDS[1:]}
+    return result
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description="Decoding with and without experts.")
     parser.add_argument("folder", type=Path, help="a run folder or a bundle")
     parser.add_argument("--rows", default="1,8,32", help="batch sizes")
-    parser.add_argument("--steps", type=int, default=16)
-    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--steps", type=int, default=48)
     parser.add_argument("--device", default="auto")
     parser.add_argument("--output", type=Path, help="write the figures as JSON")
     arguments = parser.parse_args()
     model = FedWeaveModel.from_pretrained(arguments.folder, device=arguments.device)
-    alpha = model.mixture.scale * model.mixture.layout.rank
-    model.mixture.detach()  # the bare backbone must not pay for idle hooks
     results = []
     for rows in map(int, arguments.rows.split(",")):
-        times: dict[str, list[float]] = {kind: [] for kind in KINDS}
-        for _ in range(arguments.repeats):
-            for kind in KINDS:
-                times[kind] += step_seconds(model, alpha, kind, rows, arguments.steps)
-        median = {kind: 1e3 * statistics.median(values) for kind, values in times.items()}
-        ratios = {f"{kind}/bare": round(median[kind] / median["bare"], 3) for kind in KINDS[1:]}
-        results.append({"rows": rows, "ms_per_step": {k: round(v, 2) for k, v in median.items()}, **ratios})
+        results.append(measure(model, rows, arguments.steps))
         print(json.dumps(results[-1]), flush=True)
-    layout = model.mixture.layout
     report = {
         "benchmark": "decoding",
         "model": model.backbone.name,
-        "experts": layout.experts,
-        "rank": layout.rank,
+        "experts": model.mixture.layout.experts,
+        "rank": model.mixture.layout.rank,
         "threads": torch.get_num_threads(),
         "results": results,
         "environment": environment(model.backbone.device),
