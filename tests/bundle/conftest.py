@@ -17,7 +17,14 @@ PROMPTS = ["How many?", "Fix the grammar: Ada go to the park.", "Pick the fruit 
 @pytest.fixture(scope="session")
 def run(tmp_path_factory, model_folder) -> Path:
     folder = tmp_path_factory.mktemp("bundle") / "run"
-    settings = [f"backbone.model={model_folder('llama')}", *SMALL, "training.lr=1e-2", f"output={folder}"]
+    # no end token is trained: answers run on, so that streams, stop strings and hang-ups have something to work on
+    settings = [
+        f"backbone.model={model_folder('llama')}",
+        *SMALL,
+        "training.lr=1e-2",
+        "backbone.end_of_answer=false",
+    ]
+    settings += [f"output={folder}"]
     assert main(["run", "quickstart", *settings, "--quiet"]) == 0
     return folder
 
