@@ -90,8 +90,7 @@ class Bench:
         few = min(self.options.reference_clients, len(clients))
 
         def measure() -> float:
-            model = self.model()
-            loop(model, clients[:1], [plan[0][:1]], self.device)()  # libraries settle
+            loop(self.model(), clients[:1], plan[:1], self.device)()  # libraries settle: a whole client's shapes
             spent = once(loop(self.model(), clients[:few], plan[:few], self.device), self.device)
             return spent * len(clients) / few
 
@@ -161,7 +160,7 @@ class Bench:
         self.ours("+ packed", clients, plan, tokens)
         self.ours("+ fused operations", clients, plan, tokens, fused=True)
         if self.device.type == "cuda":
-            self.ours("+ recorded steps", clients, plan, tokens, fused=True, graphs=True)
+            self.ours("+ recorded steps, where they pay", clients, plan, tokens, fused=True, graphs=True)
         base = next((r["seconds"] for r in self.rows if r["name"].startswith("PEFT soft") and "seconds" in r), None)
         for row in self.rows:
             if base and "seconds" in row:

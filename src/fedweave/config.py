@@ -149,7 +149,11 @@ class TrainingConfig:
     clients_per_step: int | Literal["auto"] = setting(
         "auto", "Clients trained in one forward and backward pass; bounds memory, never changes results."
     )
-    cuda_graphs: bool = setting(True, "Record a training step once and replay it (CUDA); false for debugging.")
+    cuda_graphs: bool = setting(
+        True,
+        "On CUDA, record a training step once and replay it where launching its kernels would take longer than "
+        "running them; false for debugging.",
+    )
 
 
 @dataclass(frozen=True)
