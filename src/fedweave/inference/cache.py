@@ -10,6 +10,9 @@ and one more token for each of the first rows.
 
 from __future__ import annotations
 
+import math
+
+import numpy as np
 import torch
 
 from fedweave.backbone.packing import Packed
@@ -46,7 +49,7 @@ class RowCache:
         """Called by every attention layer: keep the new keys and values, hand on those to look at."""
         if layer not in self.layers:
             shape = (self.rows, key.shape[1], self.length, key.shape[3])
-            self.layers[layer] = (key.new_zeros(shape), value.new_zeros(shape))
+            self.layers[layer] = (_zeros(key, shape), _zeros(value, shape))
         keys, values = self.layers[layer]
         if self._packed is not None:  # prompts: keep them by row, hand the packed ones on
             column = self._packed.positions[0]
@@ -67,3 +70,11 @@ class RowCache:
 
     def get_seq_length(self, layer: int = 0) -> int:
         return 0  # positions are always given explicitly
+
+
+def _zeros(like: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
+    """Zeros, for a masked weight of 0 times garbage may be NaN. On a CPU the system hands the pages out as they are
+    first written, so that a cache for long answers costs little while answers are short."""
+    if like.device.type != "cpu":
+        return like.new_zeros(shape)
+    return torch.from_numpy(np.zeros(math.prod(shape) * like.element_size(), np.uint8)).view(like.dtype).view(shape)
