@@ -1,13 +1,14 @@
 # make quickstart   installs everything and runs the main job
 # make test         installs everything and passes the tests
 # make check        lint, format and types
+# make docs         the guides as a site in build/site
 
 VENV ?= .venv
 PYTHON ?= python3
 BIN := $(VENV)/bin
 READY := $(VENV)/.installed
 
-.PHONY: install quickstart test test-slow check format clean
+.PHONY: install quickstart test test-slow check docs format clean
 
 install: $(READY)
 
@@ -29,6 +30,9 @@ check: $(READY)
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
+
+docs: $(READY)
+	$(BIN)/mkdocs build --strict
 
 format: $(READY)
 	$(BIN)/ruff format .

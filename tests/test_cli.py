@@ -201,7 +201,8 @@ def fresh_run(place, model_folder):
 
 
 @pytest.mark.parametrize(
-    "argv", [("resume", "."), ("resume", "gone"), ("evaluate", "gone"), ("generate", "gone", "Hi")]
+    "argv",
+    [("resume", "."), ("resume", "gone"), ("evaluate", "gone"), ("generate", "gone", "Hi"), ("diagnose", "gone")],
 )
 def test_verbs_on_a_folder_that_is_no_run(complains, argv):
     assert f"{argv[1]} is no run folder: it has no config.yaml." in complains(*argv)
@@ -210,7 +211,7 @@ def test_verbs_on_a_folder_that_is_no_run(complains, argv):
 @pytest.mark.parametrize("key", ["training.lr", "seed", "data.alpha", "backbone.model", "trainin.rounds"])
 def test_resume_with_a_fixed_key(complains, fresh_run, key):
     line = complains("resume", fresh_run, f"{key}=3")
-    assert f"{key} is fixed for a run; only output, evaluation, training.rounds" in line
+    assert f"{key} is fixed for a run; only output, " in line and "training.rounds" in line
 
 
 def test_resume_with_a_bad_value_of_a_free_key(complains, fresh_run):
@@ -228,6 +229,13 @@ def test_resume_of_a_run_whose_config_is_damaged(complains, fresh_run, place):
     with open(place / fresh_run / "config.yaml", "a") as out:
         out.write("tempo: fast\n")
     assert "unknown config key 'tempo'" in complains("resume", fresh_run)
+
+
+@pytest.mark.parametrize(
+    ("verb", "lack"), [("diagnose", "no checkpoint"), ("budget", "not been through discovery")]
+)
+def test_explaining_a_run_that_has_hardly_begun(complains, fresh_run, verb, lack):
+    assert lack in complains(verb, fresh_run)
 
 
 def test_generate_without_a_checkpoint(complains, fresh_run):

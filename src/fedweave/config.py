@@ -52,10 +52,10 @@ class BackboneConfig:
 class DataConfig:
     """Where examples come from and how they reach the clients."""
 
-    source: Literal["sample", "paper", "jsonl"] = setting(
+    source: Literal["sample", "paper", "jsonl", "sites"] = setting(
         "sample",
         "sample: four built-in patterns; paper: CoEdIT, GSM8K, TweetEval and ARC-C; "
-        "jsonl: your own folder with one file per client.",
+        "jsonl: your own folder with one file per client; sites: every site of a deployment has its own.",
     )
     path: str | None = setting(
         None, "jsonl: the folder. paper: a local folder with the four tasks (hub when empty)."
@@ -85,7 +85,7 @@ class ExpertsConfig:
     alpha: float = setting(16.0, "LoRA scale is alpha / rank.", low=1e-6)
     dropout: float = setting(0.05, "Dropout on the input of A.", low=0.0, high=0.9)
     target_modules: tuple[str, ...] = setting(
-        ("q_proj", "v_proj"), "Linear layers that carry experts, by the end of their names."
+        ("q_proj", "v_proj"), "Linear layers that carry experts, by the end of their names.", low=1
     )
 
 
@@ -126,6 +126,12 @@ class DiscoveryConfig:
     restarts: int = setting(10, "Restarts of k-means.", low=1)
     warmup_steps: int = setting(10, "Optimiser steps of a bucket's warmup adapter.", low=1)
     warmup_batch: int = setting(8, "Batch size of the warmup.", low=1)
+    sketch: int = setting(
+        0,
+        "Numbers per LoRA-B block that a signature is projected to, so that it is kilobytes and not megabytes; 64 "
+        "is plenty, 0 sends the blocks whole.",
+        low=0,
+    )
 
 
 @dataclass(frozen=True)
@@ -157,6 +163,48 @@ class TrainingConfig:
 
 
 @dataclass(frozen=True)
+class FederationConfig:
+    """Between client and server: how updates travel, what the server accepts, when a round counts."""
+
+    update_dtype: Literal["float32", "bfloat16", "int8"] = setting(
+        "float32",
+        "How a client's update travels; bfloat16 halves the bytes and int8 quarters them, and what rounding takes "
+        "from one update is added to the client's next.",
+    )
+    min_answers: int = setting(
+        1, "Accepted answers that a round needs; with fewer it is repeated, then the run stops.", low=1
+    )
+    repeats: int = setting(0, "How often a round with too few accepted answers is repeated.", low=0)
+    norm_limit: float | Literal["auto"] = setting(
+        "auto",
+        "Longest update (2-norm, experts and router each) that is believed; auto is the farthest that AdamW can "
+        "go in the round's steps.",
+        low=0.0,
+    )
+    norm_factor: float = setting(
+        10.0, "The same, as a multiple of the median of recent rounds; 0 switches this limit off.", low=0.0
+    )
+    long_updates: Literal["reject", "clip"] = setting(
+        "reject", "What happens to a longer one: refused, or scaled down to the limit."
+    )
+    max_samples: int = setting(10_000_000, "Most examples that a client can have.", low=1)
+    sites: int = setting(0, "Deployment: how many sites must be there before alignment; later ones join.", low=0)
+    deadline: float = setting(3600.0, "Seconds that a site has for an answer; a later one does not count.", low=1.0)
+    patience: float = setting(
+        3600.0, "Seconds that the server waits for enough sites before it stops; the run can be resumed.", low=0.0
+    )
+    join_distance: float | Literal["auto"] = setting(
+        "auto",
+        "A late site's bucket joins its nearest expert up to this signature distance and is kept apart beyond it; "
+        "auto lies halfway between the experts' own buckets and the nearest other expert.",
+        low=0.0,
+    )
+    test: str | None = setting(
+        None, "Deployment: a JSONL file on the server to test on; without it the server needs no model."
+    )
+
+
+@dataclass(frozen=True)
 class EvaluationConfig:
     """What is measured, and when."""
 
@@ -169,6 +217,7 @@ class EvaluationConfig:
     )
     compare_routings: bool = setting(False, "Also score and time sparse, top-2 and soft routing of the same model.")
     scores: bool = setting(True, "Score the test set by generation (losses are always measured).")
+    score_rounds: bool = setting(False, "Also score the validation answers of every validated round.")
     untouched: bool = setting(True, "Also measure the bare backbone's loss.")
     rouge: Literal["rouge-score", "paper"] = setting(
         "rouge-score", "ROUGE as the rouge-score package counts it, or as the authors' release does."
@@ -187,6 +236,12 @@ class Config:
     seed: int = setting(42, "Seed of data, partition, initialisation and training.", low=0)
     output: str | None = setting(None, "Run folder; runs/RECIPE when empty.")
     init: str | None = setting(None, "A bundle whose experts and router the federation starts from.")
+    loggers: tuple[Literal["tensorboard", "wandb", "mlflow", "trackio"], ...] = setting(
+        (), "Trackers that get a copy of every figure, as in [tensorboard]; metrics.jsonl is always written."
+    )
+    engine: Literal["in-process", "flower"] = setting(
+        "in-process", "Where clients run: in this process, or as Flower nodes, simulated with Ray."
+    )
     backbone: BackboneConfig = field(default_factory=BackboneConfig)
     data: DataConfig = field(default_factory=DataConfig)
     experts: ExpertsConfig = field(default_factory=ExpertsConfig)
@@ -194,6 +249,7 @@ class Config:
     discovery: DiscoveryConfig = field(default_factory=DiscoveryConfig)
     alignment: AlignmentConfig = field(default_factory=AlignmentConfig)
     training: TrainingConfig = field(default_factory=TrainingConfig)
+    federation: FederationConfig = field(default_factory=FederationConfig)
     evaluation: EvaluationConfig = field(default_factory=EvaluationConfig)
 
 
@@ -253,8 +309,8 @@ def _check_together(config: Config) -> None:
     data, training = config.data, config.training
     if data.source == "jsonl" and not data.path:
         raise UserError("data.source=jsonl needs data.path: a folder with one JSONL file per client.")
-    if data.source == "sample" and data.path:
-        raise UserError("data.path is not used by data.source=sample; set data.source=jsonl or paper.")
+    if data.source in ("sample", "sites") and data.path:
+        raise UserError(f"data.path is not used by data.source={data.source}; set data.source=jsonl or paper.")
     for key, value in (
         ("training.clients_per_step", training.clients_per_step),
         ("evaluation.batch_size", config.evaluation.batch_size),

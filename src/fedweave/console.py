@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 import time
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TextIO
 
 from tqdm import tqdm
@@ -22,10 +22,12 @@ class Progress:
         self.start = self.last = time.monotonic()
         live = stream is not None and stream.isatty()
         self.bar = tqdm(total=total, desc=label, unit=f" {unit}", leave=False, file=stream) if live else None
+        console.on_progress(label, 0, total)
 
     def advance(self, count: int = 1, note: str = "") -> None:
         self.done += count
         self.note = note or self.note
+        self.console.on_progress(self.label, self.done, self.total)
         if self.bar is not None:
             self.bar.set_postfix_str(self.note, refresh=False)
             self.bar.update(count)
@@ -52,6 +54,7 @@ class Console:
     def __init__(self, quiet: bool = False, stream: TextIO | None = None):
         self.stream = None if quiet else stream or sys.stderr
         self.spent: dict[str, float] = defaultdict(float)  # seconds of every finished phase, by label
+        self.on_progress: Callable[[str, int, int], None] = lambda label, done, total: None
 
     def say(self, text: str = "") -> None:
         if self.stream is not None:
@@ -79,3 +82,11 @@ def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 def shade(weight: float) -> str:
     """A share between 0 and 1 as a figure and a block whose darkness repeats it."""
     return f"{weight:.2f} {' ░▒▓█'[min(4, int(weight * 5))]}"
+
+
+def duration(seconds: float) -> str:
+    """Seconds as people say them."""
+    if seconds < 100:
+        return f"{seconds:.0f} s"
+    minutes = round(seconds / 60)
+    return f"{minutes} min" if minutes < 100 else f"{minutes // 60} h {minutes % 60} min"

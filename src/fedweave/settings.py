@@ -20,7 +20,7 @@ from fedweave.errors import UserError, nearest
 
 
 def setting(default: Any, doc: str, *, low: float | None = None, high: float | None = None) -> Any:
-    """A config field with its documentation and, for numbers, its closed range."""
+    """A config field with its documentation and its closed range: of a number, or of a list's length."""
     return field(default=default, metadata={"doc": doc, "low": low, "high": high})
 
 
@@ -143,9 +143,10 @@ def _convert(value: Any, hint: Any, key: str, limits: typing.Mapping[str, Any]) 
         raise problem or UserError(f"{key}={value!r} is not allowed.")
     if origin is tuple:
         items = [value] if isinstance(value, str) else value
-        if not isinstance(items, list | tuple) or not items or not all(isinstance(v, str) for v in items):
+        fewest = limits.get("low") or 0
+        if not isinstance(items, list | tuple) or len(items) < fewest or not all(isinstance(v, str) for v in items):
             raise UserError(f"{key} must be a list of names or texts, as in [one, two], not {value!r}.")
-        return tuple(items)
+        return tuple(_convert(item, args[0], key, {}) for item in items)
     if hint is bool:
         if not isinstance(value, bool):
             raise UserError(f"{key} must be true or false, not {value!r}.")

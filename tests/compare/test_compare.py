@@ -19,6 +19,7 @@ def summary(method: str, seed: int, loss: float, score: float, validation: float
     scores = {"a": score, "b": score, "macro": score}
     return {
         "seed": seed, "tasks": TASKS, "notes": ["a remark"], "parameters": {"experts": 2_000_000, "router": 0},
+        "trained_parameters": 1_500_000,
         "validation": {"best_loss": validation, "best_round": 1},
         "test": {"best": {"used": "sparse", "loss": {"sparse": per_task, "soft": per_task}, "score": scores}},
     }  # fmt: skip
@@ -52,7 +53,7 @@ def test_means_deviations_and_ranks(results):
 def test_markdown_and_latex_mark_best_and_second(results):
     text = markdown(results)
     assert "**0.8500** ± 0.0707" in text and "<u>1.1000</u> ± 0.1414" in text and "Note: a remark" in text
-    assert "score Task A" in text and "2.00M" in text
+    assert "score Task A" in text and "1.50M" in text  # what is frozen does not count
     assert r"\textbf{0.8500}" in latex(results) and r"\underline{1.1000}" in latex(results)
 
 

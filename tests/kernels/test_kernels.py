@@ -11,7 +11,7 @@ import torch.nn.functional as F
 
 import fedweave.kernels
 from fedweave.experts.dropout import DropoutKeys, keep_mask
-from fedweave.kernels import entropy, gated, lanes, norm, rotary
+from fedweave.kernels import entropy, gated, norm, products, rotary
 from fedweave.kernels.experts import add_experts
 from fedweave.kernels.lanes import Lanes, Setting, Target
 
@@ -23,7 +23,7 @@ def version(request, monkeypatch):
     if request.param == "triton" and not fedweave.kernels.fused(torch.zeros(1, device=DEVICE)):
         pytest.skip("needs a CUDA device (or TRITON_INTERPRET=1 and triton)")
     if request.param == "plain":
-        for module in (entropy, gated, lanes, norm, rotary):
+        for module in (entropy, gated, norm, products, rotary):
             monkeypatch.setattr(module, "fused", lambda x: False)
     return request.param
 

@@ -5,7 +5,7 @@ import torch
 
 from fedweave.config import WarmStartConfig
 from fedweave.router.mlp import RouterLayout, sparsify
-from fedweave.router.warmstart import warm_start
+from fedweave.router.warmstart import warm_start, warm_start_client
 
 
 def test_lanes_of_routers_equal_separate_modules():
@@ -55,11 +55,15 @@ def test_warm_start_learns_the_alignment_labels_from_clients_that_each_see_a_par
         clients.append((centres[experts] + torch.randn(len(experts), 12), experts))
     layout = RouterLayout(12, 32, 3)
     start = layout.initial(0)
-    phi = warm_start(layout, start, clients, WarmStartConfig(rounds=5, steps=20, batch_size=16), seed=1)
+    settings = WarmStartConfig(rounds=5, steps=20, batch_size=16)
+
+    def updates(phi, t):
+        for i, (features, experts) in enumerate(clients):
+            yield warm_start_client(layout, phi, features, experts, settings, 1, t, i), len(features)
+
+    phi = warm_start(layout, start, 5, updates)
     features, experts = torch.cat([f for f, _ in clients]), torch.cat([e for _, e in clients])
     right = layout.route(phi, features).gather(1, experts[:, None])
     before = layout.route(start, features).gather(1, experts[:, None])
     assert right.mean() > 0.9 > before.mean()
-    assert torch.equal(
-        phi, warm_start(layout, start, clients, WarmStartConfig(rounds=5, steps=20, batch_size=16), 1)
-    )
+    assert torch.equal(phi, warm_start(layout, start, 5, updates))

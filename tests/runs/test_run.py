@@ -19,8 +19,8 @@ def finished(tmp_path, small):
 
 def test_a_run_leaves_everything_it_promises(finished):
     names = {p.name for p in finished.iterdir()}
-    assert names == {"config.yaml", "manifest.json", "discovery.json", "metrics.jsonl", "predictions.jsonl",
-                     "summary.json", "checkpoints"}  # fmt: skip
+    assert names == {"config.yaml", "manifest.json", "discovery.json", "embedding.json", "metrics.jsonl",
+                     "predictions.jsonl", "progress.json", "summary.json", "checkpoints"}  # fmt: skip
     summary = json.loads((finished / "summary.json").read_text())
     test = summary["test"]
     assert set(test) == {"untouched", "best", "last"} and test["last"]["round"] == 3

@@ -1,15 +1,20 @@
-"""Cross-client alignment: signatures of all buckets to M experts, M chosen by silhouette (paper, Eq. 1)."""
+"""Cross-client alignment: signatures of all buckets to M experts, M chosen by silhouette (paper, Eq. 1).
+
+Ten thousand prototypes take seconds: one matrix product gives all distances, one tree serves every M, and a
+silhouette is another product.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
-from sklearn.cluster import AgglomerativeClustering
-from sklearn.metrics import silhouette_score
+from scipy.cluster.hierarchy import leaves_list, linkage
+from scipy.spatial.distance import squareform
 
 _ZERO = 1e-12
+_ALIKE = 1e-6  # float32 rounding of a distance of zero
 
 
 def signature_distance(blocks: Sequence[np.ndarray]) -> np.ndarray:
@@ -17,15 +22,18 @@ def signature_distance(blocks: Sequence[np.ndarray]) -> np.ndarray:
 
     Two zero blocks are alike (distance 0); a zero block is unlike any other (distance 1).
     """
-    prototypes = len(blocks[0])
-    similarity = np.zeros((prototypes, prototypes))
+    columns = []  # side by side, unit blocks make the mean cosine one inner product
     for block in blocks:
-        norms = np.linalg.norm(block, axis=1, keepdims=True)
-        empty = norms[:, 0] <= _ZERO
-        unit = np.where(empty[:, None], 0.0, block / np.maximum(norms, _ZERO))
-        similarity += np.clip(unit @ unit.T, -1.0, 1.0) + np.outer(empty, empty)
-    distance = 1.0 - similarity / len(blocks)
-    distance = np.maximum((distance + distance.T) / 2, 0.0)
+        norms = np.sqrt(np.einsum("ij,ij->i", block, block, dtype=np.float64))[:, None]  # no overflow
+        empty = norms <= _ZERO
+        columns.append(np.where(empty, 0.0, block / np.maximum(norms, _ZERO)).astype(np.float32))
+        if empty.any():
+            columns.append(empty.astype(np.float32))
+    units = np.concatenate(columns, axis=1)
+    distance = units @ units.T
+    distance *= -1.0 / len(blocks)
+    distance += 1.0
+    np.maximum(distance, 0.0, out=distance)
     np.fill_diagonal(distance, 0.0)
     return distance
 
@@ -46,13 +54,12 @@ def align(distance: np.ndarray, max_experts: int) -> Alignment:
     one = np.zeros(prototypes, dtype=int)
     if prototypes < 3 or max_experts < 2:
         return Alignment(1, one, {}, f"{prototypes} prototypes are too few to align: one expert")
-    if distance.max() <= _ZERO:
+    if distance.max() <= _ALIKE:
         return Alignment(1, one, {}, "all signatures are alike: one expert")
     best, silhouettes = None, {}
-    for count in range(2, min(max_experts, prototypes - 1) + 1):
-        model = AgglomerativeClustering(count, metric="precomputed", linkage="average")
-        labels = model.fit_predict(distance)
-        silhouettes[count] = float(silhouette_score(distance, labels, metric="precomputed"))
+    for labels in cuts(distance, min(max_experts, prototypes - 1)):
+        count = int(labels.max()) + 1
+        silhouettes[count] = silhouette(distance, labels)
         if best is None or silhouettes[count] > silhouettes[best[0]]:  # ties keep the smaller count
             best = (count, labels)
     assert best is not None
@@ -60,6 +67,38 @@ def align(distance: np.ndarray, max_experts: int) -> Alignment:
     if prototypes - 1 < max_experts:
         note = f"only {prototypes} prototypes: at most {prototypes - 1} experts were considered"
     return Alignment(best[0], _by_first_appearance(best[1]), silhouettes, note)
+
+
+def cuts(distance: np.ndarray, most: int) -> Iterator[np.ndarray]:
+    """Labels [prototypes] of 2, 3, … ``most`` clusters of one average-linkage tree."""
+    prototypes = len(distance)
+    tree = linkage(squareform(distance, checks=False), method="average")
+    order = leaves_list(tree)  # the leaves under a node are a stretch of it
+    sizes = np.concatenate([np.ones(prototypes, dtype=int), tree[:, 3].astype(int)])
+    stretches = {2 * prototypes - 2: 0}  # node → where its stretch begins; the root covers everything
+    for _ in range(most - 1):
+        latest = max(stretches)  # nodes are numbered in the order of merging: undo the last merge
+        start = stretches.pop(latest)
+        left, right = (int(node) for node in tree[latest - prototypes, :2])
+        stretches |= {left: start, right: start + sizes[left]}
+        labels = np.empty(prototypes, dtype=int)
+        for label, (node, begin) in enumerate(stretches.items()):
+            labels[order[begin : begin + sizes[node]]] = label
+        yield labels
+
+
+def silhouette(distance: np.ndarray, labels: np.ndarray) -> float:
+    """Mean silhouette: (b - a) / max(a, b), where a is the mean distance to the own cluster and b to the nearest
+    other one; 0 for a cluster of one."""
+    rows = np.arange(len(labels))
+    members = np.eye(labels.max() + 1, dtype=distance.dtype)[labels]  # [prototypes, M]
+    sums, sizes = (distance @ members).astype(np.float64), members.sum(0)
+    own = sums[rows, labels] / np.maximum(sizes[labels] - 1, 1)
+    means = sums / sizes
+    means[rows, labels] = np.inf
+    other = means.min(1)
+    scores = (other - own) / np.maximum(np.maximum(own, other), _ZERO)
+    return float(np.where(sizes[labels] > 1, scores, 0.0).mean())
 
 
 def _by_first_appearance(labels: np.ndarray) -> np.ndarray:

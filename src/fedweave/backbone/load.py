@@ -55,13 +55,24 @@ class Backbone:
         return self.head.dtype
 
     @cached_property
+    def identity(self) -> dict[str, str]:
+        """Hashes of the weights and of the tokenizer with its rendering: what all sites share. They are
+        the same in float32 and bfloat16, so that a model trained on a GPU answers on a laptop."""
+        rendering = json.dumps([self._vocabulary, self.prompts.settings()], sort_keys=True)
+        return {
+            "backbone": weights_hash(self.model, portable=True),
+            "tokenizer": hashlib.sha256(rendering.encode()).hexdigest(),
+        }
+
+    @cached_property
     def fingerprint(self) -> str:
-        """One name for weights, tokenizer and rendering: what must be equal for a checkpoint to fit. It is the same
-        in float32 and bfloat16, so that a model trained on a GPU answers on a laptop."""
-        vocabulary = hashlib.sha256(json.dumps(self.tokenizer.get_vocab(), sort_keys=True).encode()).hexdigest()
-        weights = weights_hash(self.model, portable=True)
-        text = json.dumps([weights, vocabulary, self.prompts.settings()], sort_keys=True)
-        return hashlib.sha256(text.encode()).hexdigest()[:32]
+        """One name for weights, tokenizer and rendering: what must be equal for a checkpoint to fit."""
+        parts = [self.identity["backbone"], self._vocabulary, self.prompts.settings()]
+        return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:32]
+
+    @cached_property
+    def _vocabulary(self) -> str:
+        return hashlib.sha256(json.dumps(self.tokenizer.get_vocab(), sort_keys=True).encode()).hexdigest()
 
     @property
     def end_ids(self) -> list[int]:
@@ -109,24 +120,7 @@ class Backbone:
 
     def linear_layers(self, targets: Sequence[str]) -> dict[str, torch.nn.Linear]:
         """The layers named by ``experts.target_modules``, in model order."""
-        found = {
-            name: module
-            for name, module in self.model.named_modules()
-            if any(name == t or name.endswith(f".{t}") for t in targets)
-        }
-        missing = [t for t in targets if not any(n == t or n.endswith(f".{t}") for n in found)]
-        if missing:
-            linear = {n.split(".")[-1] for n, m in self.model.named_modules() if isinstance(m, torch.nn.Linear)}
-            raise UserError(
-                f"experts.target_modules: {missing[0]!r} matches no layer of {self.name}; its linear layers "
-                f"are {', '.join(sorted(linear))}."
-            )
-        for name, module in found.items():
-            if module is self.model.get_output_embeddings():
-                raise UserError(f"experts.target_modules: {name!r} is the output layer, which carries no experts.")
-            if not isinstance(module, torch.nn.Linear):
-                raise UserError(f"experts.target_modules: {name} is a {type(module).__name__}, not a linear layer.")
-        return found
+        return linear_layers(self.model, targets, self.name)
 
     def _check_logits(self) -> None:
         """Loss takes the LM head apart; make sure that this model's head is nothing but that."""
@@ -144,6 +138,28 @@ class Backbone:
                 f"{self.name} computes its logits in a way that FedWeave does not know "
                 f"({self.model.config.model_type}); Llama, Qwen2, Gemma-2 and Gemma-3 are tested."
             )
+
+
+def linear_layers(model: Any, targets: Sequence[str], title: str) -> dict[str, torch.nn.Linear]:
+    """The linear layers of ``model`` whose names end as ``experts.target_modules`` says, in model order."""
+    found = {
+        name: module
+        for name, module in model.named_modules()
+        if any(name == t or name.endswith(f".{t}") for t in targets)
+    }
+    missing = [t for t in targets if not any(n == t or n.endswith(f".{t}") for n in found)]
+    if missing:
+        linear = {n.split(".")[-1] for n, m in model.named_modules() if isinstance(m, torch.nn.Linear)}
+        raise UserError(
+            f"experts.target_modules: {missing[0]!r} matches no layer of {title}; its linear layers "
+            f"are {', '.join(sorted(linear))}."
+        )
+    for name, module in found.items():
+        if module is model.get_output_embeddings():
+            raise UserError(f"experts.target_modules: {name!r} is the output layer, which carries no experts.")
+        if not isinstance(module, torch.nn.Linear):
+            raise UserError(f"experts.target_modules: {name} is a {type(module).__name__}, not a linear layer.")
+    return found
 
 
 def load_backbone(config: BackboneConfig) -> Backbone:

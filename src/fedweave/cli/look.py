@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from fedweave.cli.verbs import Verbs, overrides
+from fedweave.cli.verbs import Verbs, overrides, with_environment
 from fedweave.config import Config, dump_config, find_recipe, load_config, recipe_names
 from fedweave.console import Console
 from fedweave.errors import UserError
@@ -55,7 +55,7 @@ def _headline(path: Path) -> str:
 
 def _config(arguments: argparse.Namespace, console: Console) -> None:
     if arguments.recipe:
-        print(dump_config(load_config(arguments.recipe, arguments.overrides)), end="")
+        print(dump_config(load_config(arguments.recipe, with_environment(arguments.overrides))), end="")
         return
     for key, default, doc in describe(Config):
         print(f"{key} = {default}\n    {doc}")

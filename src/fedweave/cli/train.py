@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from fedweave.cli.verbs import Verbs, overrides, quiet
+from fedweave.cli.verbs import Verbs, overrides, quiet, with_environment
 from fedweave.config import load_config
 from fedweave.console import Console
 
@@ -30,7 +30,7 @@ def register(verbs: Verbs) -> None:
 
 
 def _run(arguments: argparse.Namespace, console: Console) -> None:
-    config = load_config(arguments.recipe, arguments.overrides)
+    config = load_config(arguments.recipe, with_environment(arguments.overrides))
     output = Path(config.output) if config.output else _free_folder(Path("runs"), Path(arguments.recipe).stem)
     from fedweave.runs.run import start
 
@@ -56,4 +56,4 @@ def _compare(arguments: argparse.Namespace, console: Console) -> None:
     from fedweave.compare import compare
 
     output = arguments.output or Path("compare") / Path(arguments.name).stem
-    print(compare(arguments.name, arguments.overrides, output, arguments.best_of, console))
+    print(compare(arguments.name, with_environment(arguments.overrides), output, arguments.best_of, console))

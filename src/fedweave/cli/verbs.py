@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import argparse
+import os
+import shlex
 from collections.abc import Callable
 
 from fedweave.console import Console
@@ -29,9 +31,14 @@ def overrides(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def with_environment(typed: list[str]) -> list[str]:
+    """Settings of this machine from FEDWEAVE_OVERRIDES ("key=value …"), then what was typed, which wins."""
+    return [*shlex.split(os.environ.get("FEDWEAVE_OVERRIDES", "")), *typed]
+
+
 def quiet(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--quiet", action="store_true", help="no progress, no table")
 
 
-def last(parser: argparse.ArgumentParser) -> None:
+def last(parser: argparse._ActionsContainer) -> None:
     parser.add_argument("--last", action="store_true", help="the last round instead of the best")

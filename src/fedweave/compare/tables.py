@@ -54,7 +54,8 @@ class Results:
         for cell, summary in finished:
             row = tuple(str(cell.values[a]) for a in axes)
             seeds[row].append(cell.values.get("seed", summary["seed"]))
-            parameters[row] = sum(summary["parameters"].values())
+            everything = sum(summary["parameters"].values())  # older runs did not tell frozen ones apart
+            parameters[row] = summary.get("trained_parameters", everything)
             for column, value in _figures(summary).items():
                 values[row][column].append(value)
                 if column not in columns:

@@ -8,6 +8,7 @@ from fedweave.data.jsonl import load_client_folder
 from fedweave.data.partition import dirichlet_partition, split_pools
 from fedweave.data.sample import make_sample
 from fedweave.data.tasks import load_paper_tasks
+from fedweave.errors import UserError
 
 __all__ = ["Example", "FederatedData", "Task", "load_data"]
 
@@ -15,6 +16,8 @@ __all__ = ["Example", "FederatedData", "Task", "load_data"]
 def load_data(config: Config) -> FederatedData:
     """Clients, validation and test sets of a run, with a manifest of every example's origin."""
     data = config.data
+    if data.source == "sites":
+        raise UserError("the data of this run is at its sites; name a file instead, as in --data test.jsonl.")
     if data.source == "jsonl":
         loaded = load_client_folder(data, config.evaluation, config.seed)
     else:

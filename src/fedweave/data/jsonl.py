@@ -107,7 +107,7 @@ def load_client_folder(config: DataConfig, evaluation: EvaluationConfig, seed: i
         if not rows:
             raise UserError(f"{path}: client {name!r} is empty; add examples or remove the file.")
         missing = [k for k in HELD_OUT if k not in stems]
-        clients[name] = _hold_out(rows, missing, held, config.holdout, stream_key("holdout", seed, index))
+        clients[name] = hold_out(rows, missing, held, config.holdout, stream_key("holdout", seed, index))
     for k in HELD_OUT:
         if not held[k]:
             raise UserError(
@@ -120,7 +120,7 @@ def load_client_folder(config: DataConfig, evaluation: EvaluationConfig, seed: i
     return FederatedData(clients, held["validation"], held["test"], tasks)
 
 
-def _hold_out(
+def hold_out(
     rows: list[Example], missing: list[str], held: dict[str, list[Example]], share: float, key: int
 ) -> list[Example]:
     """Move a share of one client's rows to each held-out set that has no file; at least one row stays."""

@@ -5,66 +5,66 @@ Lines 1 to 6 (discovery, alignment, initialisation) are a method's ``prepare``; 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import TypeVar
 
 import numpy as np
-import torch
 
 from fedweave.config import Config
 from fedweave.errors import UserError
 from fedweave.experts.dropout import stream_key
-from fedweave.federation.client import Client, Update
-from fedweave.federation.engine import InProcessEngine
+from fedweave.federation.agreement import Agreement
+from fedweave.federation.client import Member
+from fedweave.federation.engine import Engine
+from fedweave.federation.intake import Intake, RoundReport
 from fedweave.methods.base import Method, ServerState
 
-
-@dataclass
-class RoundReport:
-    """What a finished round leaves behind: figures, not vectors, so that memory does not grow with the clients."""
-
-    t: int
-    participants: list[Client]
-    losses: list[float] = field(default_factory=list)  # mean step loss of each
-    tokens: int = 0
-
-    @property
-    def train_loss(self) -> float:
-        return float(np.mean(self.losses))
-
-    def watch(self, updates: Iterator[Update]) -> Iterator[Update]:
-        """Note every update's figures, and refuse a NaN before it reaches the server's state."""
-        for update in updates:
-            parts = [part for part in (update.delta_theta, update.delta_phi) if part is not None]
-            if not all(torch.isfinite(part).all() for part in parts):
-                name = next(c.name for c in self.participants if c.index == update.client)
-                raise UserError(
-                    f"client {name!r} returned an update with NaN or infinity in round {self.t + 1}; start a new "
-                    "run with a lower training.lr or router.lr. The last checkpoint is intact."
-                )
-            self.losses.append(float(np.mean(update.losses)))
-            self.tokens += update.tokens
-            yield update
+M = TypeVar("M", bound=Member)
 
 
 def federate(
     method: Method,
-    engine: InProcessEngine,
+    engine: Engine,
     state: ServerState,
     rounds: range,
     after_round: Callable[[ServerState, RoundReport], None],
 ) -> ServerState:
     """Lines 7 to 15. ``after_round`` validates and saves; a run that resumes starts at a later round."""
     for t in rounds:
-        participants = sample_clients(engine.clients, method.config, t)  # line 8: S_t
-        report = RoundReport(t, participants)
-        updates = method.local_updates(engine, state, participants, t)  # lines 9-13
-        state = method.aggregate(state, report.watch(updates))  # line 14
+        participants = sample_clients(engine.present(method, state), method.config, t)  # line 8: S_t
+        state, report = one_round(method, engine, state, participants, t)
         after_round(state, report)
     return state
 
 
-def sample_clients(clients: list[Client], config: Config, t: int) -> list[Client]:
+def one_round(
+    method: Method, engine: Engine, state: ServerState, participants: Sequence[Member], t: int
+) -> tuple[ServerState, RoundReport]:
+    """Lines 9 to 14. A round in which too few answers can be used is repeated from the same state."""
+    settings = method.config.federation
+    courier = method.courier(state)
+    for attempt in range(1 + settings.repeats):
+        received = engine.broadcast_bytes(state, courier)
+        report = RoundReport(t, participants, Agreement(state.layout), bytes_down=received)
+        intake = Intake(method.config, courier, engine.identity, state, report)
+        answers = engine.answers(method, state, participants, t, courier)  # lines 9-13
+        moved = method.aggregate(state, intake.updates(answers, engine.console.warn))  # line 14
+        if len(report.accepted) >= settings.min_answers:
+            return replace(moved, norms=intake.remembered()), report
+        short = (
+            f"round {t + 1} got {len(report.accepted)} of the {settings.min_answers} usable answers that it needs"
+        )
+        if attempt < settings.repeats:
+            engine.console.warn(f"{short}; it is repeated.")
+    why = f" ({report.sentence(*report.refused[-1])})" if report.refused else ""
+    raise UserError(
+        f"{short}{why}; mend the clients or lower federation.min_answers. The last checkpoint is intact: continue "
+        "with `fedweave resume`."
+    )
+
+
+def sample_clients(clients: Sequence[M], config: Config, t: int) -> list[M]:
     """S_t: all clients, or a fraction or a count of them, drawn anew each round."""
     asked = config.training.participation
     count = round(asked * len(clients)) if asked <= 1 else int(asked)

@@ -19,7 +19,7 @@ from fedweave.errors import UserError
 from fedweave.experts.mixture import Mixture
 from fedweave.inference.rows import Row, RunningBatch
 from fedweave.inference.sampling import Sampling
-from fedweave.router.mlp import RouterLayout, active_experts, sparsify
+from fedweave.router.mlp import RouterLayout, active_experts, sparsify, vote
 
 
 @dataclass
@@ -68,10 +68,7 @@ class FedWeaveModel:
 
     def weights(self, features: torch.Tensor) -> torch.Tensor:
         """Soft router weights of cached features: [n, d] to [n, M] on the CPU."""
-        if self.router is None or self.phi is None:
-            return torch.ones(len(features), 1)
-        with torch.no_grad():
-            return self.router.vote(self.phi, self.shares, features.to(self.phi)).cpu()
+        return vote(self.router, self.phi, self.shares, features)
 
     def route(self, prompts: Sequence[Prompt]) -> torch.Tensor:
         """Soft router weights of prompts, [n, M]."""

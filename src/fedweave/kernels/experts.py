@@ -18,7 +18,8 @@ from typing import Any
 import torch
 
 from fedweave.kernels import fused
-from fedweave.kernels.lanes import Setting, Target, expand, outer, reduce, reduce_back
+from fedweave.kernels.lanes import Setting, Target
+from fedweave.kernels.products import expand, outer, reduce, reduce_back
 
 
 def add_experts(

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from typing import Any
 
 import torch
 
-from fedweave.federation.client import Client, Update
-from fedweave.federation.engine import InProcessEngine
-from fedweave.methods.base import ServerState
+from fedweave.discovery.clusterers import Buckets
+from fedweave.federation.client import Client, Member, Prototypes, Update
+from fedweave.federation.engine import Engine, InProcessEngine
+from fedweave.methods.base import Method, ServerState
 from fedweave.methods.fedweave import FedWeave
 from fedweave.router.mlp import RouterLayout
 from fedweave.training.batch import Lane
@@ -34,16 +36,16 @@ class WithoutClientRouter(FedWeave):
     summary = "ablation: router reset for every bucket, endpoints averaged by bucket size (prototype/prototype)"
 
     def local_updates(
-        self, engine: InProcessEngine, state: ServerState, participants: list[Client], t: int
+        self, bench: InProcessEngine, state: ServerState, clients: Sequence[Client], t: int
     ) -> Iterator[Update]:
-        trained = list(super().local_updates(engine, state, participants, t))
-        jobs = [(k, c) for k, client in enumerate(participants) for c in self._active(client)]
-        lanes = [self._reset_lane(participants[k], c, state, trained[k], t) for k, c in jobs]
-        ends: list[list[tuple[int, torch.Tensor]]] = [[] for _ in participants]
-        results = engine.train(state.layout, state.router, lanes, f"round {t + 1} router", transient=True)
+        trained = list(super().local_updates(bench, state, clients, t))
+        jobs = [(k, c) for k, client in enumerate(clients) for c in self._active(client)]
+        lanes = [self._reset_lane(clients[k], c, state, trained[k], t) for k, c in jobs]
+        ends: list[list[tuple[int, torch.Tensor]]] = [[] for _ in clients]
+        results = bench.train(state.layout, state.router, lanes, f"round {t + 1} router", transient=True)
         for (k, c), result in zip(jobs, results, strict=True):
             assert result.delta_phi is not None
-            ends[k].append((len(participants[k].buckets[c]), result.delta_phi))
+            ends[k].append((len(clients[k].buckets[c]), result.delta_phi))
         for update, parts in zip(trained, ends, strict=True):
             total = sum(size for size, _ in parts)
             delta = torch.stack([size / total * phi for size, phi in parts]).sum(0)
@@ -73,22 +75,30 @@ class Oracle(FedWeave):
     summary = "upper bound: told every task label, one expert per task"
     uses_labels = True
 
-    def find_buckets(self, engine: InProcessEngine) -> dict:
-        for client in engine.clients:
-            task = client.data.features.argmax(1)
-            client.buckets = [(task == m).nonzero()[:, 0].numpy() for m in task.unique()]
-            client.assignment = task.unique().tolist()
-        return {}
+    def find_buckets(self, bench: InProcessEngine, clients: Sequence[Client]) -> list[Buckets]:
+        tasks = [client.data.features.argmax(1) for client in clients]
+        return [Buckets([(task == m).nonzero()[:, 0].numpy() for m in task.unique()], {}) for task in tasks]
 
-    def align_buckets(self, engine: InProcessEngine, adapters: list[torch.Tensor]) -> dict:
-        return {"experts": engine.clients[0].data.features.shape[1], "prototype_labels": [
-            m for client in engine.clients for m in client.assignment
-        ]}  # fmt: skip
+    def discover(self, bench: InProcessEngine, clients: Sequence[Client]) -> Iterator[Prototypes]:
+        for client, told in zip(clients, super().discover(bench, clients), strict=True):
+            client.assignment = client.data.features.argmax(1).unique().tolist()
+            yield replace(told, assignment=client.assignment)
 
-    def router_layout(self, engine: InProcessEngine, experts: int) -> RouterLayout:
+    def align_buckets(self, engine: Engine, found: list[Prototypes]) -> dict[str, Any]:
+        for client, told in zip(engine.clients, found, strict=True):
+            client.assignment = told.assignment
+        return {"experts": engine.width, "prototype_labels": [m for told in found for m in told.assignment]}
+
+    def admit(self, engine: Engine, state: ServerState, newcomer: Member, told: Prototypes) -> str:
+        return Method.admit(self, engine, state, newcomer, told)
+
+    def router_layout(self, engine: Engine, experts: int) -> RouterLayout:
         return RouterLayout(experts, experts, experts)
 
-    def start_router(self, engine: InProcessEngine, router: RouterLayout, phi: torch.Tensor) -> torch.Tensor:
+    def warm_start_rounds(self, experts: int) -> int:
+        return 0
+
+    def start_router(self, engine: Engine, router: RouterLayout, phi: torch.Tensor) -> torch.Tensor:
         phi.zero_()
         views = router.views(phi)
         views["linear1.weight"].copy_(100 * torch.eye(router.experts))

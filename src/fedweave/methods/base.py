@@ -7,7 +7,7 @@ engines are the same for all. The defaults are FedAvg of whole updates.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -16,11 +16,15 @@ import torch
 
 from fedweave.aggregation.rules import ClientAverage, ExpertAverage
 from fedweave.config import Config
+from fedweave.discovery.clusterers import Buckets
+from fedweave.discovery.signatures import Signatures
 from fedweave.errors import UserError
 from fedweave.experts.layout import AdapterLayout
-from fedweave.federation.client import Client, Update
-from fedweave.federation.engine import InProcessEngine
+from fedweave.federation.client import Client, Member, Prototypes, Update
+from fedweave.federation.engine import Engine, InProcessEngine
+from fedweave.federation.parcel import Courier
 from fedweave.router.mlp import RouterLayout
+from fedweave.router.warmstart import warm_start_client
 from fedweave.training.batch import Lane
 from fedweave.training.lockstep import LaneResult
 from fedweave.training.schedule import allot_steps, local_schedule
@@ -36,11 +40,13 @@ class ServerState:
     phi: torch.Tensor | None  # [R, Q] the routers, one for all or one per cluster
     shares: list[float] = field(default_factory=lambda: [1.0])  # [R] weight of each router at inference
     private: torch.Tensor | None = None  # [clients, P] parameters that never leave their client
+    signatures: torch.Tensor | None = None  # [M, D] means of the experts' buckets, for clients that come later
+    norms: dict[str, list[float]] = field(default_factory=dict)  # median norms of accepted updates, recent rounds
     report: dict[str, Any] = field(default_factory=dict)  # how discovery and alignment went
 
     def tensors(self) -> dict[str, torch.Tensor]:
         """What a checkpoint must hold."""
-        named = {"theta": self.theta, "phi": self.phi, "private": self.private}
+        named = {"theta": self.theta, "phi": self.phi, "private": self.private, "signatures": self.signatures}
         return {name: tensor for name, tensor in named.items() if tensor is not None}
 
 
@@ -66,14 +72,52 @@ class Method(ABC):
     # ---------------------------------------------------------------------------------- once
 
     @abstractmethod
-    def prepare(self, engine: InProcessEngine) -> ServerState:
+    def prepare(self, engine: Engine) -> ServerState:
         """Algorithm 1, lines 1 to 6: fix the clients' buckets and assignments, and the initial state."""
 
-    def restart(self, engine: InProcessEngine, start: ServerState) -> ServerState:
+    def restart(self, engine: Any, start: ServerState) -> ServerState:
         """The same for ``init=BUNDLE``: experts and router exist; find which of them each bucket belongs to."""
         raise UserError(f"method={self.config.method} cannot start from a bundle; leave init empty.")
 
+    def signatures(self, engine: Engine) -> Signatures | None:
+        """How clients sign their buckets; None where they need not."""
+        return None
+
+    def admit(self, engine: Engine, state: ServerState, newcomer: Member, told: Prototypes) -> str:
+        """Give a client that comes after alignment its experts, -1 where none fits; returns a line for the log."""
+        newcomer.assignment = told.assignment or [0 for _ in told.sizes]
+        return ", ".join(f"bucket {c} → expert {m}" for c, m in enumerate(newcomer.assignment))
+
     # ---------------------------------------------------------------------------------- client side
+
+    def find_buckets(self, bench: InProcessEngine, clients: Sequence[Client]) -> list[Buckets]:
+        """Lines 1 and 2. Unless a method says otherwise the unit is the client: everything in one bucket."""
+        return [Buckets([np.arange(len(client.data))], {}) for client in clients]
+
+    def form_buckets(self, bench: InProcessEngine, clients: Sequence[Client]) -> list[Buckets]:
+        """Every client gets its buckets; the same ones whenever it is asked."""
+        found = self.find_buckets(bench, clients)
+        for client, buckets in zip(clients, found, strict=True):
+            client.buckets, client.note = buckets.members, buckets.note
+        return found
+
+    def discover(self, bench: InProcessEngine, clients: Sequence[Client]) -> Iterator[Prototypes]:
+        """Lines 1 to 4 at the clients: what each tells of its buckets."""
+        self.form_buckets(bench, clients)
+        for client in clients:
+            client.assignment = [0]
+            yield Prototypes(client.sizes, torch.empty(0, 0), assignment=[0])
+
+    def warm_router(
+        self, bench: InProcessEngine, clients: Sequence[Client], router: RouterLayout, phi: torch.Tensor, t: int
+    ) -> Iterator[tuple[torch.Tensor, int]]:
+        """(Δφ, |D_i|) of the clients after round t of the router's warm start, which learns the labels a(i,c)."""
+        for client in clients:
+            features = client.data.features.to(bench.device)
+            experts = client.example_experts().to(bench.device)
+            settings = self.config.router.warm_start
+            delta = warm_start_client(router, phi, features, experts, settings, self.config.seed, t, client.index)
+            yield delta, len(client)
 
     def lane(self, client: Client, state: ServerState, t: int) -> Lane:
         """Lines 10 and 11: what client i trains in round t."""
@@ -92,13 +136,22 @@ class Method(ABC):
             client.index, result.delta_theta, counts, result.delta_phi, len(client), result.losses, result.tokens
         )
 
+    def shared(self, layout: AdapterLayout) -> torch.Tensor | None:
+        """The columns of θ that travel, [P] bool; None: all of them."""
+        return None
+
+    def courier(self, state: ServerState) -> Courier:
+        """Packs what :meth:`update` names, on either side."""
+        shared, dtype = self.shared(state.layout), self.config.federation.update_dtype
+        return Courier(state.layout, state.router, shared, dtype, state.theta.device)
+
     def local_updates(
-        self, engine: InProcessEngine, state: ServerState, participants: list[Client], t: int
+        self, bench: InProcessEngine, state: ServerState, clients: Sequence[Client], t: int
     ) -> Iterator[Update]:
-        """Lines 9 to 13: every participant trains from the broadcast state; updates arrive one by one."""
-        lanes = [self.lane(client, state, t) for client in participants]
-        results = engine.train(state.layout, state.router, lanes, f"round {t + 1}", transient=True)
-        for client, result in zip(participants, results, strict=True):
+        """Lines 9 to 13: every client trains from the broadcast state; updates come one by one."""
+        lanes = [self.lane(client, state, t) for client in clients]
+        results = bench.train(state.layout, state.router, lanes, f"round {t + 1}", transient=True)
+        for client, result in zip(clients, results, strict=True):
             yield self.update(client, state, result)
 
     # ---------------------------------------------------------------------------------- server side
@@ -128,12 +181,10 @@ class Method(ABC):
         asked = self.config.evaluation.selection
         return self.routing if asked == "auto" else asked
 
+    def is_whole(self, state: ServerState) -> bool:
+        """Whether the server has all of a model that answers; some methods leave a part at the sites."""
+        return True
+
     def served(self, state: ServerState) -> list[Served]:
         """The global model; a method without one names every client's, and figures are their mean."""
         return [Served(state.theta, state.phi, state.shares)]
-
-
-def one_bucket(engine: InProcessEngine) -> None:
-    """Methods whose unit is the client: everything in one bucket, for one expert."""
-    for client in engine.clients:
-        client.buckets, client.assignment = [np.arange(len(client))], [0]

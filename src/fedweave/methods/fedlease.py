@@ -8,17 +8,17 @@ that granularity is all that differs.)
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
 import torch
 
 from fedweave.aggregation.rules import ClientAverage, ExpertAverage
+from fedweave.discovery.clusterers import Buckets
 from fedweave.federation.client import Client, Update
-from fedweave.federation.engine import InProcessEngine
-from fedweave.methods.base import ServerState, one_bucket
+from fedweave.federation.engine import Engine, InProcessEngine
+from fedweave.methods.base import Method, ServerState
 from fedweave.methods.fedweave import FedWeave
-from fedweave.router.mlp import RouterLayout
 from fedweave.training.batch import Lane
 
 
@@ -26,11 +26,10 @@ class FedLEASE(FedWeave):
     summary = "baseline: one expert and one router per cluster of clients"
     own_routing = "soft"  # experts are trained side by side with the frozen others, and used so
 
-    def find_buckets(self, engine: InProcessEngine) -> dict:
-        one_bucket(engine)
-        return {}
+    def find_buckets(self, bench: InProcessEngine, clients: Sequence[Client]) -> list[Buckets]:
+        return Method.find_buckets(self, bench, clients)
 
-    def prepare(self, engine: InProcessEngine) -> ServerState:
+    def prepare(self, engine: Engine) -> ServerState:
         state = super().prepare(engine)
         assert state.phi is not None
         sizes = [0.0] * state.layout.experts
@@ -39,8 +38,8 @@ class FedLEASE(FedWeave):
         shares = [size / sum(sizes) for size in sizes]
         return replace(state, phi=state.phi.repeat(state.layout.experts, 1), shares=shares)
 
-    def start_router(self, engine: InProcessEngine, router: RouterLayout, phi: torch.Tensor) -> torch.Tensor:
-        return phi  # no warm start: within a cluster there is only one label to learn
+    def warm_start_rounds(self, experts: int) -> int:
+        return 0  # within a cluster there is only one label to learn
 
     def lane(self, client: Client, state: ServerState, t: int) -> Lane:
         assert state.phi is not None

@@ -75,11 +75,6 @@ class RouterLayout:
         """One router's weights: phi [Q], features [n, d] to [n, M]."""
         return self.logits(self.views(phi[None]), features[None])[0].softmax(-1)
 
-    def vote(self, phi: torch.Tensor, shares: Sequence[float], features: torch.Tensor) -> torch.Tensor:
-        """Several routers' weights, each counting by its share: phi [R, Q], shares [R] to [n, M]."""
-        votes = [share * self.route(one, features) for one, share in zip(phi, shares, strict=True)]
-        return torch.stack(votes).sum(0)
-
 
 def active_experts(routing: str) -> int | None:
     """How many experts a routing leaves active: sparse is 1, top3 is 3, soft is None for all."""
@@ -89,6 +84,18 @@ def active_experts(routing: str) -> int | None:
     if not routing.startswith("top") or not count.isdecimal() or int(count) < 1:
         raise UserError(f"routing={routing!r} is unknown; use sparse, soft, or topK as in top2.")
     return int(count)
+
+
+def vote(
+    router: RouterLayout | None, phi: torch.Tensor | None, shares: Sequence[float], features: torch.Tensor
+) -> torch.Tensor:
+    """Soft weights of several routers together: φ [R, Q], shares [R] and features [n, d] to [n, M] on the CPU."""
+    if router is None or phi is None:
+        return torch.ones(len(features), 1)
+    with torch.no_grad():
+        inputs = features.to(phi)
+        votes = [share * router.route(one, inputs) for one, share in zip(phi, shares, strict=True)]
+        return torch.stack(votes).sum(0).cpu()
 
 
 def sparsify(weights: torch.Tensor, routing: str) -> torch.Tensor:

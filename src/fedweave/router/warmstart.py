@@ -6,7 +6,7 @@ pass, no task label, and nothing leaves a client that a training round would not
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable
 
 import numpy as np
 import torch
@@ -42,16 +42,13 @@ def warm_start_client(
 def warm_start(
     layout: RouterLayout,
     phi: torch.Tensor,
-    clients: Sequence[tuple[torch.Tensor, torch.Tensor]],  # (features, experts) of every client
-    config: WarmStartConfig,
-    seed: int,
-    on_client: Callable[[], None] = lambda: None,
+    rounds: int,
+    updates: Callable[[torch.Tensor, int], Iterable[tuple[torch.Tensor, int]]],  # (φ, t) to all (Δφ, |D_i|)
 ) -> torch.Tensor:
-    """The federated warm start: local steps and a sample-weighted average, ``config.rounds`` times."""
-    for t in range(config.rounds):
+    """The federated warm start: local steps and a sample-weighted average, ``rounds`` times."""
+    for t in range(rounds):
         average = ClientAverage(layout.size, phi.device)
-        for i, (features, experts) in enumerate(clients):
-            average.add(warm_start_client(layout, phi, features, experts, config, seed, t, i), len(features))
-            on_client()
+        for delta, samples in updates(phi, t):
+            average.add(delta, samples)
         phi = phi + average.step()
     return phi

@@ -5,11 +5,11 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import numpy as np
 import torch
 
 from fedweave.backbone.load import Backbone
@@ -25,14 +25,29 @@ from fedweave.federation.checkpoint import (
     save_checkpoint,
     write_atomic,
 )
-from fedweave.federation.client import Client
 from fedweave.methods.base import ServerState
 from fedweave.router.mlp import RouterLayout
-from fedweave.runs.workspace import Workspace
+from fedweave.runs.loggers import Loggers
 from fedweave.settings import to_tree
 
+if TYPE_CHECKING:
+    from fedweave.runs.run import Ground
+
 # Keys that a resumed run may change: they do not alter what was already computed.
-FREE_KEYS = ("output", "evaluation", "training.rounds", "training.clients_per_step")
+FREE_KEYS = (
+    "output",
+    "loggers",
+    "engine",
+    "evaluation",
+    "training.rounds",
+    "training.clients_per_step",
+    "federation.min_answers",
+    "federation.repeats",
+    "federation.sites",
+    "federation.deadline",
+    "federation.patience",
+    "federation.test",
+)
 
 
 @dataclass
@@ -54,6 +69,7 @@ class RunFolder:
         self.path = path
         self.checkpoints = path / "checkpoints"
         self.metrics = path / "metrics.jsonl"
+        self.loggers = Loggers([])
 
     # ---------------------------------------------------------------------------------- life
 
@@ -96,7 +112,7 @@ class RunFolder:
             raise UserError(f"the data of {self.path} has changed since the run began; restore it or start anew.")
 
     def log(self, event: str, **values: Any) -> None:
-        """Append one event to metrics.jsonl."""
+        """Append one event to metrics.jsonl; trackers get a copy of its figures."""
         try:
             with open(self.metrics, "a", encoding="utf-8") as out:
                 out.write(json.dumps({"event": event, **values}) + "\n")
@@ -104,18 +120,21 @@ class RunFolder:
             raise UserError(
                 f"{self.metrics} cannot be written ({error.strerror}); free some space and resume."
             ) from None
+        self.loggers.event(event, values)
 
     def write_json(self, name: str, content: Any) -> None:
         write_atomic(self.path / name, json.dumps(content, indent=1, ensure_ascii=False))
 
     # ---------------------------------------------------------------------------------- checkpoints
 
-    def save(self, workspace: Workspace, progress: Progress) -> None:
+    def save(self, ground: Ground, progress: Progress) -> None:
         """Everything that resuming needs. The best state rides along only while it is not the current one."""
         state, best = progress.state, progress.best
         tensors = state.tensors()
         if progress.best_round != progress.completed:
-            tensors |= {f"best_{name}": tensor for name, tensor in best.tensors().items()}
+            moved = {name: tensor for name, tensor in best.tensors().items() if tensor is not tensors.get(name)}
+            tensors |= {f"best_{name}": tensor for name, tensor in moved.items()}
+        tensors |= ground.engine.memories()
         meta = {
             "completed": progress.completed,
             "best_round": progress.best_round,
@@ -125,38 +144,39 @@ class RunFolder:
             "experts": state.layout.experts,
             "router": asdict(state.router) if state.router else None,
             "shares": state.shares,
+            "norms": state.norms,
             "report": state.report,
-            "clients": [_client_record(c) for c in workspace.engine.clients],
+            "clients": [client.record() for client in ground.engine.clients],
             "metrics_bytes": self.metrics.stat().st_size,
-            "config": config_hash(workspace.config),
-            "backbone": workspace.backbone.fingerprint,
+            "config": config_hash(ground.config),
+            "backbone": ground.backbone.fingerprint,
         }
         save_checkpoint(self.checkpoints, round_name(progress.completed), tensors, meta)
         prune(self.checkpoints, keep={round_name(0)})
 
-    def newest(self, console: Console) -> Snapshot | None:
-        """The newest checkpoint that can be read; nothing is changed on disk."""
+    def snapshots(self, console: Console) -> Iterator[Snapshot]:
+        """The checkpoints that can be read, newest first; nothing is changed on disk."""
         for path in reversed(round_checkpoints(self.checkpoints)):
             try:
-                return Snapshot(*load_checkpoint(path), path)
+                yield Snapshot(*load_checkpoint(path), path)
             except UserError as error:
                 console.warn(f"{error} Falling back to the one before.")
-        return None
 
-    def load(self, workspace: Workspace, console: Console) -> Progress | None:
-        """Put the newest checkpoint back into the workspace, to go on from there; None when there is none yet."""
+    def newest(self, console: Console) -> Snapshot | None:
+        return next(self.snapshots(console), None)
+
+    def load(self, ground: Ground, console: Console) -> Progress | None:
+        """Put the newest checkpoint back onto the ground, to go on from there; None when there is none yet."""
         snapshot = self.newest(console)
         if snapshot is None:
             _truncate(self.metrics, 0)  # killed before the first checkpoint: begin again
             return None
-        snapshot.check(workspace.config, workspace.backbone)
+        snapshot.check(ground.config, ground.backbone)
         meta = snapshot.meta
         _truncate(self.metrics, meta["metrics_bytes"])
-        for client, record in zip(workspace.engine.clients, meta["clients"], strict=True):
-            client.buckets = [np.array(b, dtype=int) for b in record["buckets"]]
-            client.assignment, client.note = record["assignment"], record["note"]
-        state = snapshot.state(workspace.engine.layers, workspace.backbone.device)
-        best = snapshot.best(workspace.engine.layers, workspace.backbone.device)
+        ground.engine.restore(meta["clients"], snapshot.tensors)
+        state = snapshot.state(ground.engine.layers, ground.backbone.device)
+        best = snapshot.best(ground.engine.layers, ground.backbone.device)
         if meta["best_round"] == meta["completed"]:
             best = state
         return Progress(state, meta["completed"], best, meta["best_round"], meta["best_loss"], meta["seconds"])
@@ -182,7 +202,8 @@ class Snapshot:
 
     def state(self, layers: dict[str, torch.nn.Linear], device: torch.device, prefix: str = "") -> ServerState:
         """The last round's state."""
-        parts = {name: self.tensors.get(f"{prefix}{name}") for name in ("theta", "phi", "private")}
+        names = ("theta", "phi", "private", "signatures")  # what the best round has in common is there once
+        parts = {name: self.tensors.get(f"{prefix}{name}", self.tensors.get(name)) for name in names}
         on_device = {name: t.to(device) for name, t in parts.items() if t is not None}
         meta = self.meta
         return ServerState(
@@ -192,6 +213,8 @@ class Snapshot:
             phi=on_device.get("phi"),
             shares=meta["shares"],
             private=on_device.get("private"),
+            signatures=on_device.get("signatures"),
+            norms=meta.get("norms", {}),
             report=meta["report"],
         )
 
@@ -210,15 +233,6 @@ def config_hash(config: Config) -> str:
             node = node[name]
         node.pop(last)
     return hashlib.sha256(json.dumps(tree, sort_keys=True).encode()).hexdigest()[:32]
-
-
-def _client_record(client: Client) -> dict[str, Any]:
-    return {
-        "name": client.name,
-        "buckets": [b.tolist() for b in client.buckets],
-        "assignment": client.assignment,
-        "note": client.note,
-    }
 
 
 def _truncate(path: Path, size: int) -> None:

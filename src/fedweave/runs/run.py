@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import time
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
@@ -12,17 +13,21 @@ from fedweave.backbone.load import weights_hash
 from fedweave.config import Config, dump_config
 from fedweave.console import Console
 from fedweave.errors import UserError
-from fedweave.evaluation.audit import alignment_audit, per_task
 from fedweave.evaluation.losses import example_losses
 from fedweave.federation.checkpoint import write_atomic
-from fedweave.federation.rounds import RoundReport, federate
+from fedweave.federation.intake import RoundReport
+from fedweave.federation.rounds import federate
 from fedweave.methods import build_method
 from fedweave.methods.base import ServerState
 from fedweave.router.mlp import sparsify
 from fedweave.runs.continuing import initial_state
 from fedweave.runs.folder import Progress, RunFolder
-from fedweave.runs.report import final_report
-from fedweave.runs.summary import served_models, summarise
+from fedweave.runs.live import LiveProgress
+from fedweave.runs.loggers import open_loggers, require_loggers
+from fedweave.runs.records import label_record, prompt_map, round_record, validation_record
+from fedweave.runs.summary import peak_memory, served_models, summarise
+from fedweave.runs.testing import answer_scores
+from fedweave.runs.text import summary_text
 from fedweave.runs.workspace import Kept, Prepared, Workspace, prepare
 
 
@@ -32,6 +37,7 @@ def start(config: Config, output: Path, console: Console, kept: Kept | None = No
         raise UserError(
             f"the run folder {output} exists; continue it with `fedweave resume {output}` or choose another output."
         )
+    require_loggers(config.loggers)
     prepared = prepare(config, console, kept)
     if config.init:
         initial_state(config, prepared.backbone)  # a bundle that does not fit shows before anything is written
@@ -43,6 +49,7 @@ def start(config: Config, output: Path, console: Console, kept: Kept | None = No
 def resume(path: Path, overrides: list[str], console: Console, kept: Kept | None = None) -> dict[str, Any]:
     """Continue a run from its newest checkpoint."""
     run, config = RunFolder.open(path, overrides)
+    require_loggers(config.loggers)
     prepared = prepare(config, console, kept)
     run.check_manifest(prepared.data.manifest)
     if overrides:  # more rounds stay asked for, even if this session is killed too
@@ -50,115 +57,173 @@ def resume(path: Path, overrides: list[str], console: Console, kept: Kept | None
     return _execute(run, prepared, console)
 
 
+class Ground(Protocol):
+    """What a run stands on: an engine, and what can be measured beside it."""
+
+    config: Config
+    backbone: Any  # a Backbone, or as much of one as the server knows: name, fingerprint, device
+
+    @property
+    def engine(self) -> Any: ...
+
+    def validate(self, state: ServerState, completed: int) -> dict[str, Any]:
+        """Validation ``loss`` and what else the log keeps."""
+
+    def labels(self) -> dict[str, Any]:
+        """What discovery.json adds where somebody has true labels."""
+
+    def prompts(self) -> dict[str, Any] | None:
+        """A map of prompts for the report, where their features are at hand."""
+
+    def summarise(self, run: RunFolder, progress: Progress, console: Console) -> dict[str, Any]:
+        """Everything that summary.json holds, but for the timing."""
+
+    def close(self) -> None: ...
+
+
+class Bench:
+    """The ground of a run whose clients are all in this process."""
+
+    def __init__(self, workspace: Workspace):
+        self.workspace, self.config, self.engine = workspace, workspace.config, workspace.engine
+        self.backbone = workspace.backbone
+
+    def validate(self, state: ServerState, completed: int) -> dict[str, Any]:
+        """The plain mean over examples: choosing a round uses no label. Labels only sort the log."""
+        held = self.workspace.validation
+        losses = torch.zeros(len(held.encoded))
+        models = served_models(self.workspace, state)
+        for model in models:
+            weights = model.weights(held.features)
+            gates = sparsify(weights, build_method(self.config).selection)
+            losses += example_losses(self.backbone, held.encoded, model.mixture, model.theta, gates) / len(models)
+        record = validation_record(losses, weights, held)
+        if self.config.evaluation.score_rounds:
+            record["scores"] = answer_scores(self.config, self.workspace.tasks, models, held, self.engine.console)
+        return record
+
+    def labels(self) -> dict[str, Any]:
+        return label_record(self.workspace)
+
+    def prompts(self) -> dict[str, Any]:
+        return prompt_map(self.workspace)
+
+    def summarise(self, run: RunFolder, progress: Progress, console: Console) -> dict[str, Any]:
+        return summarise(run, self, self.workspace, progress, console)
+
+    def close(self) -> None:
+        self.engine.detach()
+        if weights_hash(self.backbone.model) != self.backbone.weights_hash:
+            raise RuntimeError("the backbone changed during the run, which must never happen")
+
+
 def _execute(run: RunFolder, prepared: Prepared, console: Console) -> dict[str, Any]:
-    started = time.monotonic()
     console.spent.clear()
+    console.on_progress = LiveProgress(run.path, prepared.config.training.rounds).phase
+    if prepared.config.engine == "flower":
+        from fedweave.runs.simulated import simulate
+
+        return simulate(run, prepared, console)
+    started = time.monotonic()
     workspace = prepared.build(console)
-    method = build_method(workspace.config)
-    if method.uses_labels:
+    device = workspace.backbone.device
+    if device.type == "cuda":  # the peak is to be this run's, not an earlier one's in the process
+        torch.cuda.reset_peak_memory_stats(device)
+    if build_method(workspace.config).uses_labels:
         console.warn(f"{workspace.config.method} is told every task label: an upper bound, not a method.")
         workspace.reveal_labels()
-    progress = run.load(workspace, console)
+    return carry_out(run, Bench(workspace), console, started)
+
+
+def carry_out(run: RunFolder, ground: Ground, console: Console, started: float) -> dict[str, Any]:
+    """All phases of a run, from wherever its folder says it stands."""
+    method = build_method(ground.config)
+    live = LiveProgress(run.path, ground.config.training.rounds)
+    console.on_progress = live.phase
+    progress = run.load(ground, console)
     earlier = progress.seconds if progress else 0.0
+    run.loggers = open_loggers(ground.config, run.path, progress.completed + 1 if progress else 0, console)
     if progress is None:
-        if workspace.config.init:
-            state = method.restart(workspace.engine, initial_state(workspace.config, workspace.backbone))
+        if ground.config.init:
+            state = method.restart(ground.engine, initial_state(ground.config, ground.backbone))
         else:
-            state = method.prepare(workspace.engine)
-        loss = _validate(workspace, state, run, 0)
+            state = method.prepare(ground.engine)
+        loss = _validate(ground, state, run, 0)
         progress = Progress(state, 0, state, 0, loss, time.monotonic() - started)
-        _record_discovery(run, workspace, state, console)
-        run.save(workspace, progress)
+        _record_discovery(run, ground, state, console)
+        run.save(ground, progress)
     else:
         console.say(f"resuming after round {progress.completed}")
-    bar = console.progress("rounds", workspace.config.training.rounds, "rounds")
+    live.begin_rounds(progress.completed)
+    bar = console.progress("rounds", ground.config.training.rounds, "rounds")
     bar.advance(progress.completed)
 
     def after_round(state: ServerState, report: RoundReport) -> None:
         """Validate, remember the best, save."""
         completed = report.t + 1
-        run.log(
-            "round",
-            round=completed,
-            train_loss=report.train_loss,
-            tokens=report.tokens,
-            participants=[c.name for c in report.participants],
-        )
-        rounds, every = workspace.config.training.rounds, workspace.config.evaluation.every
+        run.log("round", round=completed, **round_record(report))
+        rounds, every = ground.config.training.rounds, ground.config.evaluation.every
         note = f"train loss {report.train_loss:.3f}"
         progress.state, progress.completed = state, completed
         if completed % every == 0 or completed == rounds:
-            loss = _validate(workspace, state, run, completed)
+            loss = _validate(ground, state, run, completed)
             note += f", validation {loss:.3f}"
             if loss < progress.best_loss:
                 progress.best, progress.best_round, progress.best_loss = state, completed, loss
         progress.seconds = earlier + time.monotonic() - started
-        run.save(workspace, progress)
+        run.save(ground, progress)
+        live.round_done()
         bar.advance(1, note)
 
-    remaining = range(progress.completed, workspace.config.training.rounds)
-    federate(method, workspace.engine, progress.state, remaining, after_round)
+    remaining = range(progress.completed, ground.config.training.rounds)
+    federate(method, ground.engine, progress.state, remaining, after_round)
     bar.close()
     training_seconds = progress.seconds
-    summary = summarise(run, workspace, progress, console)
-    workspace.engine.detach()
-    if weights_hash(workspace.backbone.model) != workspace.backbone.weights_hash:
-        raise RuntimeError("the backbone changed during the run, which must never happen")
+    summary = ground.summarise(run, progress, console)
+    ground.close()
     summary["timing"] = {
         "until_last_round_s": round(training_seconds, 2),
         "total_s": round(earlier + time.monotonic() - started, 2),
         "phases_s": {label: round(seconds, 2) for label, seconds in console.spent.items()},
+        "peak_memory_bytes": peak_memory(ground.backbone.device),
     }
     run.write_json("summary.json", summary)
-    console.say(final_report(summary))
+    run.loggers.test(summary)
+    run.loggers.close()
+    live.finish()
+    console.say(summary_text(summary))
     return summary
 
 
-def _validate(workspace: Workspace, state: ServerState, run: RunFolder, completed: int) -> float:
-    """Validation loss, the plain mean over examples: choosing a round uses no label. Labels only sort the log."""
-    held = workspace.validation
-    losses = torch.zeros(len(held.encoded))
-    models = served_models(workspace, state)
-    for model in models:
-        weights = model.weights(held.features)
-        gates = sparsify(weights, build_method(workspace.config).selection)
-        part = example_losses(workspace.backbone, held.encoded, model.mixture, model.theta, gates)
-        losses += part / len(models)
-    entropy = -(weights.clamp(min=1e-12).log() * weights).sum(1).mean().item()
-    run.log(
-        "validation",
-        round=completed,
-        loss=losses.mean().item(),
-        tasks=per_task(losses, held.labels),
-        router_entropy=entropy,
-    )
-    return losses.mean().item()
+def _validate(ground: Ground, state: ServerState, run: RunFolder, completed: int) -> float:
+    """The validation loss, which is logged."""
+    measured = ground.validate(state, completed)
+    run.log("validation", round=completed, **measured)
+    return measured["loss"]
 
 
-def _record_discovery(run: RunFolder, workspace: Workspace, state: ServerState, console: Console) -> None:
-    """discovery.json, and in a few words what came out."""
-    clients = workspace.engine.clients
+def _record_discovery(run: RunFolder, ground: Ground, state: ServerState, console: Console) -> None:
+    """discovery.json and embedding.json, and in a few words what came out."""
+    clients = ground.engine.clients
     record: dict[str, Any] = {
         **state.report,
         "clients": {
             c.name: {
                 "examples": len(c),
-                "buckets": [len(b) for b in c.buckets],
+                "buckets": c.sizes,
                 "experts": c.assignment,
                 "note": c.note,
             }
             for c in clients
         },
     }
-    if len(workspace.tasks) > 1:
-        record["audit"] = alignment_audit(
-            [c.buckets for c in clients], [c.assignment for c in clients], workspace.client_labels
-        )
-    run.write_json("discovery.json", record)
+    run.write_json("discovery.json", record | ground.labels())
+    if (prompts := ground.prompts()) is not None:
+        write_atomic(run.path / "embedding.json", json.dumps(prompts, ensure_ascii=False))
     for client in clients:
         if client.note:
             console.warn(f"client {client.name!r}: {client.note}; it has one bucket.")
     if state.report.get("alignment_note"):
         console.warn(str(state.report["alignment_note"]))
-    buckets = sum(len(c.buckets) for c in clients)
+    buckets = sum(len(c.sizes) for c in clients)
     console.say(f"discovery: {len(clients)} clients, {buckets} buckets, {state.layout.experts} experts")

@@ -5,83 +5,136 @@ from __future__ import annotations
 import json
 import platform
 import subprocess
+import sys
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
 import fedweave
+from fedweave.analysis.budget import trained_parameters
+from fedweave.backbone.load import Backbone
+from fedweave.config import Config
 from fedweave.console import Console
+from fedweave.data.examples import Task
 from fedweave.evaluation.audit import per_task
 from fedweave.evaluation.losses import example_losses
 from fedweave.federation.checkpoint import write_atomic
+from fedweave.federation.client import Client
+from fedweave.federation.engine import InProcessEngine
 from fedweave.inference.model import FedWeaveModel
 from fedweave.methods import build_method
 from fedweave.methods.base import ServerState
 from fedweave.runs.folder import Progress, RunFolder
 from fedweave.runs.testing import evaluate_models, routed_models
-from fedweave.runs.workspace import Workspace
+from fedweave.runs.workspace import TestSet
 from fedweave.settings import to_tree
+
+if TYPE_CHECKING:
+    from fedweave.runs.run import Ground
 
 SCHEMA = 1
 
 
-def summarise(run: RunFolder, workspace: Workspace, progress: Progress, console: Console) -> dict[str, Any]:
-    """Everything that summary.json holds, but for the timing."""
-    config, clients = workspace.config, workspace.engine.clients
-    test: dict[str, Any] = {}
-    if config.evaluation.untouched:
-        workspace.engine.detach()
-        bar = console.progress("test, untouched backbone", len(workspace.test.encoded), "examples")
-        losses = example_losses(workspace.backbone, workspace.test.encoded, progress=bar)
-        bar.close()
-        test["untouched"] = {"loss": per_task(losses, workspace.test.labels)}
-    predictions: list[dict[str, Any]] = []
-    test["best"] = _evaluate(workspace, progress.best, console, predictions)
-    test["best"]["round"] = progress.best_round
-    if progress.best_round == progress.completed:
-        test["last"] = test["best"]
-    else:
-        test["last"] = _evaluate(workspace, progress.state, console)
-        test["last"]["round"] = progress.completed
-    lines = "".join(json.dumps(p, ensure_ascii=False) + "\n" for p in predictions)
-    write_atomic(run.path / "predictions.jsonl", lines)
+class Tester(Protocol):
+    """A model's backbone and examples to test it on; a workspace is one."""
+
+    config: Config
+    backbone: Backbone
+    engine: InProcessEngine
+    test: TestSet
+
+    @property
+    def tasks(self) -> dict[str, Task]: ...
+
+    @property
+    def notes(self) -> list[str]: ...
+
+
+def summarise(
+    run: RunFolder, ground: Ground, tester: Tester | None, progress: Progress, console: Console
+) -> dict[str, Any]:
+    """Everything that summary.json holds, but for the timing; without a tester there is no test in it."""
+    config, clients, backbone = ground.config, ground.engine.clients, ground.backbone
+    here = [client for client in clients if isinstance(client, Client)]  # none where the clients are sites
     discovery = json.loads((run.path / "discovery.json").read_text(encoding="utf-8"))
     return {
         "schema": SCHEMA,
         "method": config.method,
         "seed": config.seed,
-        "tasks": {name: task.title for name, task in workspace.tasks.items()},
-        "notes": [*workspace.data.notes, *([workspace.backbone.note] if workspace.backbone.note else [])],
+        "tasks": {name: task.title for name, task in tester.tasks.items()} if tester else {},
+        "notes": [*(tester.notes if tester else []), *([backbone.note] if backbone.note else [])],
         "clients": len(clients),
         "examples": sum(len(c) for c in clients),
-        "buckets": sum(len(c.buckets) for c in clients),
+        "train_tokens": sum(len(e.ids) for c in here for e in c.data.examples) if here else None,
+        "buckets": sum(len(c.sizes) for c in clients),
         "experts": progress.state.layout.experts,
         "parameters": {
             "experts": progress.state.layout.size,
             "router": progress.state.phi.numel() if progress.state.phi is not None else 0,
         },
+        "trained_parameters": trained_parameters(config.method, progress.state.layout, progress.state.router),
         "rounds": progress.completed,
+        "communication": _communication(run, progress.state),
         "validation": {"best_round": progress.best_round, "best_loss": progress.best_loss},
         "audit": discovery.get("audit"),
-        "test": test,
-        "backbone": {"model": workspace.backbone.name, "fingerprint": workspace.backbone.fingerprint},
+        "test": _test(run, tester, progress, console) if tester else {},
+        "backbone": {"model": backbone.name, "fingerprint": backbone.fingerprint},
         "config": to_tree(config),
-        "environment": environment(workspace.backbone.device),
+        "environment": environment(backbone.device),
     }
 
 
-def served_models(workspace: Workspace, state: ServerState) -> list[FedWeaveModel]:
-    mixture = workspace.engine.mixture(state.layout)
-    return routed_models(workspace.backbone, mixture, build_method(workspace.config), state)
+def _communication(run: RunFolder, state: ServerState) -> dict[str, Any]:
+    """Bytes between clients and server, from the run's own log: before round 1, and per client and round."""
+    events = [json.loads(line) for line in run.metrics.read_text(encoding="utf-8").splitlines()]
+    rounds = [event for event in events if event["event"] == "round"]
+    before = list(state.report.get("preparation_bytes", {}).values())
+    up = [sent for event in rounds for sent in event["bytes_up"].values()]
+    down = [event["bytes_down"] for event in rounds for _ in event["participants"]]
+    return {
+        "before_up": sum(client["up"] for client in before),
+        "before_down": sum(client["down"] for client in before),
+        "rounds_up": sum(up),
+        "rounds_down": sum(down),
+        "per_client_and_round_up": round(sum(up) / max(1, len(up))),
+        "per_client_and_round_down": round(sum(down) / max(1, len(down))),
+    }
+
+
+def _test(run: RunFolder, tester: Tester, progress: Progress, console: Console) -> dict[str, Any]:
+    """The bare backbone, the best round and the last; the best round's answers go to predictions.jsonl."""
+    test: dict[str, Any] = {}
+    if tester.config.evaluation.untouched:
+        tester.engine.detach()
+        bar = console.progress("test, untouched backbone", len(tester.test.encoded), "examples")
+        losses = example_losses(tester.backbone, tester.test.encoded, progress=bar)
+        bar.close()
+        test["untouched"] = {"loss": per_task(losses, tester.test.labels)}
+    predictions: list[dict[str, Any]] = []
+    test["best"] = _evaluate(tester, progress.best, console, predictions)
+    test["best"]["round"] = progress.best_round
+    if progress.best_round == progress.completed:
+        test["last"] = test["best"]
+    else:
+        test["last"] = _evaluate(tester, progress.state, console)
+        test["last"]["round"] = progress.completed
+    lines = "".join(json.dumps(p, ensure_ascii=False) + "\n" for p in predictions)
+    write_atomic(run.path / "predictions.jsonl", lines)
+    return test
+
+
+def served_models(tester: Tester, state: ServerState) -> list[FedWeaveModel]:
+    mixture = tester.engine.mixture(state.layout)
+    return routed_models(tester.backbone, mixture, build_method(tester.config), state)
 
 
 def _evaluate(
-    workspace: Workspace, state: ServerState, console: Console, predictions: list[dict[str, Any]] | None = None
+    tester: Tester, state: ServerState, console: Console, predictions: list[dict[str, Any]] | None = None
 ) -> dict[str, Any]:
-    models = served_models(workspace, state)
-    return evaluate_models(workspace.config, workspace.tasks, models, workspace.test, console, predictions)
+    models = served_models(tester, state)
+    return evaluate_models(tester.config, tester.tasks, models, tester.test, console, predictions)
 
 
 def environment(device: torch.device) -> dict[str, Any]:
@@ -98,6 +151,18 @@ def environment(device: torch.device) -> dict[str, Any]:
             continue
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else platform.machine()
     return {"versions": packages, "device": f"{device.type}: {name}", "commit": _commit()}
+
+
+def peak_memory(device: torch.device) -> int | None:
+    """Most bytes in use so far: tensors on a GPU, the whole process on a CPU (where the system tells)."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    try:
+        import resource
+    except ImportError:  # Windows
+        return None
+    unit = 1 if sys.platform == "darwin" else 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
 
 
 def _commit() -> str | None:

@@ -95,6 +95,18 @@ def _evaluate_model(
     return result
 
 
+def answer_scores(
+    config: Config, tasks: dict[str, Task], models: list[FedWeaveModel], held: TestSet, console: Console
+) -> dict[str, float]:
+    """Scores of generated answers with the method's own routing; means where several models serve."""
+    used = build_method(config).routing
+    each = []
+    for model in models:
+        weights = model.weights(held.features)
+        each.append(_scores(config, tasks, model, held, weights, sparsify(weights, used), console, None))
+    return _mean_tree(each)
+
+
 def _scores(
     config: Config,
     tasks: dict[str, Task],
@@ -107,7 +119,7 @@ def _scores(
 ) -> dict[str, float]:
     """Generate and score the answers of every task; ``macro`` is the unweighted mean."""
     settings = config.evaluation
-    bar = console.progress("test answers", len(held.encoded), "prompts")
+    bar = console.progress("answers", len(held.encoded), "prompts")
     means = {}
     for name in dict.fromkeys(held.labels):
         task = tasks[name]

@@ -6,6 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from fedweave.backbone.encode import encode
 from fedweave.backbone.features import compute_features
 from fedweave.backbone.load import load_backbone
 from fedweave.config import Config, from_tree, split_overrides
@@ -19,7 +20,7 @@ from fedweave.inference.model import FedWeaveModel
 from fedweave.methods import build_method
 from fedweave.runs.folder import RunFolder
 from fedweave.runs.testing import evaluate_models, routed_models
-from fedweave.runs.workspace import encode, held_out
+from fedweave.runs.workspace import held_out
 from fedweave.settings import insert
 
 

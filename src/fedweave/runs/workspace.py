@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
+from fedweave.backbone.encode import encode
 from fedweave.backbone.features import cached_features
 from fedweave.backbone.load import Backbone, load_backbone
-from fedweave.backbone.prompts import Encoded, LongAnswer
+from fedweave.backbone.prompts import Encoded
 from fedweave.config import BackboneConfig, Config
 from fedweave.console import Console
 from fedweave.data import FederatedData, load_data
@@ -47,6 +47,10 @@ class Workspace:
     @property
     def tasks(self) -> dict[str, Task]:
         return self.data.tasks
+
+    @property
+    def notes(self) -> list[str]:
+        return self.data.notes
 
     def reveal_labels(self) -> None:
         """Swap every feature for its task label, one-hot. For upper bounds only; a method never sees this."""
@@ -136,25 +140,6 @@ def _prepare(config: Config, console: Console, kept: Kept) -> Prepared:
             f"{truncated} prompts exceed backbone.max_length={config.backbone.max_length} and lose their beginning."
         )
     return Prepared(config, data, backbone, groups)
-
-
-def encode(
-    backbone: Backbone, rows: Sequence[Example], long_answers: str, console: Console
-) -> tuple[list[Example], list[Encoded]]:
-    """Tokenise; a row whose answer leaves no room is an error, or is dropped and counted."""
-    try:
-        return list(rows), backbone.prompts.encode(rows)
-    except LongAnswer:
-        if long_answers == "error":
-            raise
-    kept = []
-    for row in rows:
-        try:
-            kept.append((row, backbone.prompts.encode([row])[0]))
-        except LongAnswer:
-            continue
-    console.warn(f"{len(rows) - len(kept)} rows were dropped because their answers leave no room for a prompt.")
-    return [row for row, _ in kept], [encoded for _, encoded in kept]
 
 
 def held_out(examples: list[Example], encoded: list[Encoded], features: torch.Tensor) -> TestSet:

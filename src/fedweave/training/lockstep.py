@@ -23,7 +23,6 @@ from fedweave.training.batch import Lane, StepBatch, build_batch
 from fedweave.training.graphs import GraphedSteps
 from fedweave.training.loss import token_nll
 
-
 _LAUNCHES_PER_LAYER = 3e-3  # seconds that a host needs for one layer's forward and backward kernels
 _USUAL_RATE = 4e14  # FLOP/s that a step reaches on a large GPU
 

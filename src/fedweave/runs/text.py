@@ -7,19 +7,20 @@ from typing import Any
 from fedweave.console import shade, table
 
 
-def final_report(summary: dict[str, Any]) -> str:
+def summary_text(summary: dict[str, Any]) -> str:
     """A summary as text."""
-    best = summary["test"]["best"]
+    best, chosen = summary["test"].get("best"), summary["validation"]
     parts = [
         "",
         f"{summary['method']} · {summary['backbone']['model']} · {summary['clients']} clients · "
         f"{summary['examples']} examples · {summary['buckets']} buckets → {summary['experts']} experts · "
-        f"best of {summary['rounds']} rounds: {best['round']}",
+        f"best of {summary['rounds']} rounds: {chosen['best_round']}",
         "",
-        _results(summary, best),
-        "",
-        _routing(summary, best),
     ]
+    if best:
+        parts += [_results(summary, best), "", _routing(summary, best)]
+    else:
+        parts.append(f"validation loss of all sites: {chosen['best_loss']:.3f}")
     if summary.get("audit"):
         rows = [
             [level, *(f"{summary['audit'][level][k]:.3f}" for k in ("purity", "nmi", "ari"))]

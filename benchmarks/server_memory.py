@@ -1,0 +1,165 @@
+"""Peak memory at 10, 100 and 1,000 clients, each in a process of its own.
+
+    python -m benchmarks.server_memory [--clients 10 100 1000] [--output FILE]
+
+Two measurements. ``server``: the real round loop (intake, averages), fed with one parcel after another of clients
+that cost nothing, as a server behind a network sees them; a parcel is over 1 MB, so that holding all would show.
+``simulation``: a whole in-process run on a tiny model, from features to the test; the clients share a fixed amount
+of data, because a simulation holds everybody's.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import resource
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+ROUNDS, EXAMPLES = 2, 4000  # examples over all clients of the simulation
+
+
+def server(clients: int) -> dict:
+    """Aggregate ``ROUNDS`` rounds of parcels that are made when they are asked for."""
+    import torch
+
+    from fedweave.config import from_tree
+    from fedweave.console import Console
+    from fedweave.experts.layout import AdapterLayout
+    from fedweave.federation.parcel import Courier, Parcel
+    from fedweave.federation.rounds import federate
+    from fedweave.methods import build_method
+    from fedweave.methods.base import ServerState
+    from fedweave.router.mlp import RouterLayout
+
+    identity = {"backbone": "tiny", "tokenizer": "tiny"}
+
+    class Member:
+        def __init__(self, index: int):
+            self.index, self.name = index, f"client_{index}"
+
+        def __len__(self) -> int:
+            return 100
+
+    class FarClients:
+        """An engine whose clients answer with noise."""
+
+        def __init__(self) -> None:
+            self.clients = [Member(i) for i in range(clients)]
+            self.console = Console(quiet=True)
+            self.identity = identity
+
+        def present(self, method, state):
+            return self.clients
+
+        def broadcast_bytes(self, state, courier) -> int:
+            return courier.broadcast_bytes
+
+        def answers(self, method, state, participants, t, courier: Courier):
+            for client in participants:
+                generator = torch.Generator().manual_seed(1000 * t + client.index)
+                counts = [50.0 if (client.index + m) % 2 else 0.0 for m in range(state.layout.experts)]
+                arrays = {
+                    name: 1e-5 * torch.randn(shape, generator=generator)
+                    for name, (shape, _) in courier.expected(counts).items()
+                }
+                nonlocal sent
+                sent += sum(array.numel() * array.element_size() for array in arrays.values())
+                yield Parcel(client.index, t, identity, arrays, counts, 100, [1.0], 1)
+
+    sent = 0
+    layers = [f"layer.{i}" for i in range(16)]
+    layout = AdapterLayout(tuple(layers), (512,) * 16, (512,) * 16, rank=8, experts=4)
+    router = RouterLayout(512, 256, 4)
+    state = ServerState(layout, router, layout.initial(0), router.initial(0)[None])
+    before = _peak()
+    method = build_method(from_tree({"data": {"clients": clients}}))
+    accepted = 0
+
+    def after_round(state, report) -> None:
+        nonlocal accepted
+        accepted += len(report.accepted)
+
+    federate(method, FarClients(), state, range(ROUNDS), after_round)  # type: ignore[arg-type]
+    assert accepted == ROUNDS * clients
+    return {"peak_mb": _peak(), "before_rounds_mb": before, "received_mb": round(sent / 1e6, 1)}
+
+
+def simulation(clients: int) -> dict:
+    """One whole run with a tiny random model."""
+    from fedweave.config import load_config
+    from fedweave.console import Console
+    from fedweave.runs.run import start
+
+    with tempfile.TemporaryDirectory() as scratch:
+        model = tiny_model(Path(scratch) / "model")
+        settings = [
+            f"backbone.model={model}", "backbone.device=cpu", "backbone.max_length=128", f"data.clients={clients}",
+            f"data.train={EXAMPLES // 4}", "data.validation=8", "data.test=8", "data.alpha=0.3", "experts.rank=4",
+            "discovery.max_buckets=3", "discovery.restarts=1", "discovery.warmup_steps=2", "training.local_steps=2",
+            f"training.rounds={ROUNDS}", "training.batch_size=4", "training.participation=1.0", "router.hidden=16",
+            "router.warm_start.rounds=1", "router.warm_start.steps=2", "evaluation.scores=false",
+        ]  # fmt: skip
+        summary = start(load_config("quickstart", settings), Path(scratch) / "run", Console(quiet=True))
+    return {"peak_mb": _peak(), "prototypes": summary["buckets"], "experts": summary["experts"]}
+
+
+def tiny_model(folder: Path) -> Path:
+    """A two-layer Llama with random weights and a byte-level tokenizer."""
+    import torch
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+    from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedTokenizerFast
+
+    alphabet = {
+        letter: i for i, letter in enumerate(["<pad>", "<eos>", *sorted(pre_tokenizers.ByteLevel.alphabet())])
+    }
+    tokenizer = Tokenizer(models.BPE(vocab=alphabet, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="<pad>", eos_token="<eos>")
+    fast.save_pretrained(folder)
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=len(alphabet), hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, max_position_embeddings=512, tie_word_embeddings=True,
+    )  # fmt: skip
+    AutoModelForCausalLM.from_config(config).save_pretrained(folder)
+    return folder
+
+
+def _peak() -> float:
+    return round(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024, 1)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--clients", type=int, nargs="+", default=[10, 100, 1000])
+    parser.add_argument("--output", type=Path)
+    parser.add_argument("--child", nargs=2, help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.child:
+        print(json.dumps({"server": server, "simulation": simulation}[args.child[0]](int(args.child[1]))))
+        return
+    results: dict[str, dict] = {}
+    for kind in ("server", "simulation"):
+        for clients in args.clients:
+            started = time.monotonic()
+            command = [sys.executable, __file__, "--child", kind, str(clients)]
+            done = subprocess.run(command, capture_output=True, text=True)
+            if done.returncode:
+                sys.exit(done.stderr)
+            figures = json.loads(done.stdout.splitlines()[-1]) | {"seconds": round(time.monotonic() - started, 1)}
+            results.setdefault(kind, {})[str(clients)] = figures
+            print(f"{kind:10} {clients:5} clients: {figures}", flush=True)
+        peaks = [results[kind][str(c)]["peak_mb"] for c in args.clients]
+        results[kind]["ratio"] = round(peaks[-1] / peaks[0], 3)
+        print(f"{kind:10} peak at {args.clients[-1]} over peak at {args.clients[0]}: {results[kind]['ratio']}")
+    if args.output:
+        args.output.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,1 @@
+"""The paper's theory measured on a run (``fedweave diagnose``), and what training costs (``fedweave budget``)."""

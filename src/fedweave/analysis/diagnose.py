@@ -1,0 +1,99 @@
+"""``fedweave diagnose``: every quantity of the paper's theory on a run of one's own, as one JSON tree.
+
+Router weights are cheap: what needs only them covers all clients and examples. What needs gradients or losses of
+the real model is taken on a sample: some clients, a few fixed batches of each of their buckets.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from fedweave.analysis.findings import verdicts
+from fedweave.analysis.measure_experts import measure_budget, measure_conflict, measure_contamination
+from fedweave.analysis.measure_router import measure_paths, measure_risk
+from fedweave.analysis.subject import Sample, open_subject
+from fedweave.console import Console
+from fedweave.errors import UserError
+from fedweave.runs.folder import RunFolder
+
+SCHEMA = 1
+NEEDS_LABELS = (
+    "needs task labels, which this run's data does not have; a 'task' in every JSONL row would give them."
+)
+NEEDS_ROUTER = "needs several experts and a router; {method} has one adapter for everything."
+
+
+def diagnose(
+    folder: Path,
+    console: Console,
+    clients: int = 4,
+    batches: int = 1,
+    which: str = "best",
+    router_rate: float | None = None,
+) -> dict[str, Any]:
+    """Measure everything that the run allows, write diagnostics.json, return it.
+
+    ``which`` is the state to look at: best, last or start; ``router_rate`` the η of the router's paths.
+    """
+    if clients < 1 or batches < 1:
+        raise UserError("--clients and --batches must be at least 1.")
+    if router_rate is not None and not router_rate > 0:
+        raise UserError("--router-rate must be above 0.")
+    started = time.monotonic()
+    subject = open_subject(folder, which, console)
+    config = subject.workspace.config
+    rate = router_rate if router_rate is not None else config.router.lr
+    sample = Sample(subject.clients[:clients], batches, config.training.batch_size)
+    sections: dict[str, tuple[bool, bool, Callable[[], Any]]] = {  # needs labels, needs a router
+        "conflict": (True, False, lambda: measure_conflict(subject, sample, console)),
+        "contamination": (True, True, lambda: measure_contamination(subject)),
+        "effective_budget": (False, True, lambda: measure_budget(subject)),
+        "router_paths": (False, True, lambda: measure_paths(subject, sample, rate, console)),
+        "routing_risk": (True, True, lambda: measure_risk(subject, sample, console)),
+    }
+    routed = subject.state.router is not None and subject.state.layout.experts > 1
+    refused = {}
+    for name, (labels, router, _) in sections.items():
+        if router and not routed:
+            refused[name] = NEEDS_ROUTER.format(method=config.method)
+        elif labels and not subject.labelled:
+            refused[name] = NEEDS_LABELS
+    if len(refused) == len(sections):
+        raise UserError(f"there is nothing to diagnose in {folder}: conflict {refused['conflict']}")
+    result: dict[str, Any] = {
+        "schema": SCHEMA,
+        "method": config.method,
+        "round": subject.round,
+        "rounds": subject.completed,
+        "patterns": subject.patterns if subject.labelled else [],
+        "experts": subject.state.layout.experts,
+        "sample": {
+            "clients": [c.name for c in sample.clients],
+            "of_clients": len(subject.clients),
+            "batches": batches,
+            "batch_size": sample.batch_size,
+        },
+    }
+    result |= {name: measure() for name, (_, _, measure) in sections.items() if name not in refused}
+    result |= {"refused": refused, "seconds": round(time.monotonic() - started, 1)}
+    result = _plain(result)
+    result["verdicts"] = verdicts(result)
+    RunFolder(folder).write_json("diagnostics.json", result)
+    return result
+
+
+def _plain(value: Any) -> Any:
+    """JSON as every reader takes it: lists for arrays, null for what is not a number."""
+    if isinstance(value, dict):
+        return {key: _plain(item) for key, item in value.items()}
+    if isinstance(value, list | tuple | np.ndarray):
+        return [_plain(item) for item in value]
+    if isinstance(value, np.generic):
+        value = value.item()
+    return None if isinstance(value, float) and not math.isfinite(value) else value

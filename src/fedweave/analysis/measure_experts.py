@@ -1,0 +1,159 @@
+"""The expert side of a diagnosis: gradient conflict, contamination and effective budget of a run."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+
+from fedweave.analysis.conflict import cancelled, conflict, cosines, pure_bucket_bound
+from fedweave.analysis.contamination import (
+    Matching,
+    contamination,
+    effective_budget,
+    match_patterns,
+    mixture_contamination,
+    routed_weight,
+)
+from fedweave.analysis.gradients import GradientMeter, pooled, sample_lane
+from fedweave.analysis.subject import Sample, Subject
+from fedweave.console import Console
+from fedweave.experts.layout import AdapterLayout
+from fedweave.methods.base import ServerState
+from fedweave.router.mlp import RouterLayout
+
+
+def measure_conflict(subject: Subject, sample: Sample, console: Console) -> dict[str, Any]:
+    """Γ for an adapter that all patterns would share, fresh or merged from the experts, and for the run's own
+    experts and router. A pattern's examples are drawn from all clients, as many as a sampled bucket of each."""
+    state, engine, config = subject.state, subject.workspace.engine, subject.workspace.config
+    data = pooled([client.data for client in subject.clients])
+    pattern = np.concatenate(subject.pattern)
+    members_of = [np.flatnonzero(pattern == k) for k in range(len(subject.patterns))]
+    batches = sample.batches * len(sample.clients)
+    single = state.layout.with_experts(1)
+    fresh = single.initial(config.seed).to(engine.device)
+    adapters: dict[str, tuple[AdapterLayout, RouterLayout | None, torch.Tensor, torch.Tensor | None]] = {
+        "fresh_adapter": (single, None, fresh, None)
+    }
+    if state.layout.experts > 1:
+        merged = torch.stack(state.layout.unstack(state.theta)).mean(0)
+        adapters["merged_experts"] = (single, None, merged, None)
+    if state.phi is None or len(state.phi) == 1:
+        adapters["experts"] = (
+            state.layout,
+            state.router,
+            state.theta,
+            state.phi[0] if state.phi is not None else None,
+        )
+    bar = console.progress("pattern gradients", len(adapters) * len(subject.patterns), "patterns")
+    found = {}
+    for name, (layout, router, theta, phi) in adapters.items():
+        lanes = [
+            sample_lane(data, members, theta, phi, batches, sample.batch_size, config.seed, "pattern", k)
+            for k, members in enumerate(members_of)
+        ]
+        gradients = GradientMeter(engine, layout, router)(lanes, bar.advance)
+        found[name] = gradients.theta
+        if gradients.phi is not None:
+            found["router"] = gradients.phi
+    bar.close()
+    return {name: _conflicts(subject, rows.double()) for name, rows in found.items()}
+
+
+def _conflicts(subject: Subject, gradients: torch.Tensor) -> dict[str, Any]:
+    """Γ of every client and bucket from the patterns' gradients [K, columns]."""
+    gram = (gradients @ gradients.T).numpy()
+    norms = np.sqrt(np.diag(gram))
+
+    def figures(counts: np.ndarray) -> dict[str, float]:
+        shares = counts / counts.sum()
+        return {"gamma": conflict(gram, shares), "cancelled": cancelled(gram, shares)}
+
+    clients: dict[str, dict[str, float]] = {}
+    buckets: dict[str, list[dict[str, float]]] = {}
+    for client in subject.clients:
+        clients[client.name] = figures(subject.mixture(client))
+        buckets[client.name] = []
+        for members in client.buckets:
+            counts = subject.mixture(client, members)
+            shares = counts / counts.sum()
+            extra = {"off_dominant": 1 - shares.max(), "bound": pure_bucket_bound(shares, float(norms.max()))}
+            buckets[client.name].append({**figures(counts), **extra})
+    every = [b for rows in buckets.values() for b in rows]
+    sizes = [len(b) for client in subject.clients for b in client.buckets]
+    return {
+        "norms": norms,
+        "cosines": cosines(gram),
+        "clients": clients,
+        "buckets": buckets,
+        "client_cancelled": np.average(
+            [c["cancelled"] for c in clients.values()], weights=list(map(len, subject.clients))
+        ),
+        "bucket_cancelled": np.average([b["cancelled"] for b in every], weights=sizes),
+        "bound_holds": all(b["gamma"] <= b["bound"] * (1 + 1e-9) + 1e-30 for b in every),
+    }
+
+
+def matching(subject: Subject) -> tuple[Matching, np.ndarray]:
+    """κ and ψ, and how many examples of every pattern each unit holds, [U, K]."""
+    held = np.stack([subject.mixture(client, client.buckets[c]) for client, c in subject.units])
+    counts = np.zeros((len(subject.patterns), subject.state.layout.experts))
+    np.add.at(counts.T, subject.anchor, held)
+    return match_patterns(counts), held
+
+
+def _routed(subject: Subject, state: ServerState, upload: np.ndarray) -> np.ndarray:
+    """[U, K, M] routed weights of all clients under one kept state; without labels K is 1."""
+    gates = np.concatenate([subject.gates(client, state) for client in subject.clients])
+    unit = np.concatenate(subject.unit)
+    pattern = np.concatenate(subject.pattern) if subject.labelled else np.zeros(len(unit), dtype=int)
+    patterns = len(subject.patterns) if subject.labelled else 1
+    return routed_weight(gates, unit, pattern, subject.step_share, upload, patterns)
+
+
+def measure_contamination(subject: Subject) -> dict[str, Any]:
+    """χ_m, its parts and its client-level counterparts, for every kept round."""
+    matched, held = matching(subject)
+    dominant = held.argmax(1)
+    owner = np.array([client.index for client, _ in subject.units])
+    mixtures = np.stack([subject.mixture(client) for client in subject.clients])
+    aligned = np.zeros((len(subject.clients), subject.state.layout.experts))
+    np.add.at(aligned, (owner, subject.anchor), held.sum(1))
+    rounds = {}
+    for t, state in sorted(subject.states.items()):
+        found = contamination(_routed(subject, state, subject.upload()), dominant, subject.anchor, matched.target)
+        whole = contamination(
+            _routed(subject, state, subject.upload(whole_clients=True)), dominant, subject.anchor, matched.target
+        )
+        rounds[str(t)] = {
+            "chi": found.chi,
+            "local": found.local,
+            "misalignment": found.misalignment,
+            "leakage": found.leakage,
+            "client": whole.chi,
+            "lemma_holds": found.lemma_holds,
+        }
+    return {
+        "clean": matched.clean,
+        "target": [subject.patterns[k] for k in matched.target],
+        "oracle": {name: int(m) for name, m in zip(subject.patterns, matched.oracle, strict=True)},
+        "client_mixture": mixture_contamination(mixtures, aligned, matched.target),
+        "rounds": rounds,
+    }
+
+
+def measure_budget(subject: Subject) -> dict[str, Any]:
+    """A_{m,U} and the mean routed weight behind it."""
+    training = subject.workspace.config.training
+    weight = {t: _routed(subject, s, subject.upload()).sum((0, 1)) for t, s in sorted(subject.states.items())}
+    steps = subject.completed * training.local_steps
+    budget = effective_budget(weight, subject.completed, training.local_steps, training.lr)
+    return {
+        "rate": training.lr,
+        "steps": steps,
+        "budget": budget,
+        "mean_weight": budget / (training.lr * steps) if training.lr * steps > 0 else next(iter(weight.values())),
+        "weight_by_round": {str(t): values for t, values in weight.items()},
+    }

@@ -1,0 +1,88 @@
+"""A model's shape from its configuration alone: which linear layers it has and how many parameters. No weights."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from fedweave.backbone.load import linear_layers
+from fedweave.errors import UserError, first_line
+from fedweave.experts.layout import AdapterLayout
+
+# The paper's two backbones (gated on the hub) and the default model, so that costs need neither hub nor files.
+BUILT_IN: dict[str, dict[str, Any]] = {
+    "meta-llama/Llama-3.2-3B": {
+        "model_type": "llama", "hidden_size": 3072, "num_hidden_layers": 28, "num_attention_heads": 24,
+        "num_key_value_heads": 8, "head_dim": 128, "intermediate_size": 8192, "vocab_size": 128256,
+    },
+    "google/gemma-2-2b": {
+        "model_type": "gemma2", "hidden_size": 2304, "num_hidden_layers": 26, "num_attention_heads": 8,
+        "num_key_value_heads": 4, "head_dim": 256, "intermediate_size": 9216, "vocab_size": 256000,
+    },
+    "HuggingFaceTB/SmolLM2-135M-Instruct": {
+        "model_type": "llama", "hidden_size": 576, "num_hidden_layers": 30, "num_attention_heads": 9,
+        "num_key_value_heads": 3, "head_dim": 64, "intermediate_size": 1536, "vocab_size": 49152,
+    },
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class ModelShape:
+    """What costs depend on."""
+
+    name: str
+    model: Any  # on the meta device: modules with shapes and no numbers
+    config: Any
+
+    @property
+    def width(self) -> int:
+        return self.config.hidden_size
+
+    @property
+    def parameters(self) -> int:
+        return sum(p.numel() for p in self.model.parameters())
+
+    def layout(self, targets: tuple[str, ...], rank: int, experts: int) -> AdapterLayout:
+        return AdapterLayout.of(linear_layers(self.model, targets, self.name), rank, experts)
+
+    def activation_numbers(self) -> int:
+        """Numbers kept for backward per token: about 12 hidden-wide and 4 MLP-wide tensors in every layer."""
+        return self.config.num_hidden_layers * (12 * self.config.hidden_size + 4 * self.config.intermediate_size)
+
+
+def model_shape(name: str, revision: str | None = None) -> ModelShape:
+    """The shape of a built-in name, a folder, a .gguf file or a hub id (of which only config.json is fetched)."""
+    from transformers import AutoModelForCausalLM
+
+    config = _config(name, revision)
+    try:
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(config)
+    except (ValueError, KeyError) as error:
+        raise UserError(
+            f"{name} is no causal language model that transformers knows: {first_line(error)}."
+        ) from None
+    return ModelShape(name, model, config.get_text_config())
+
+
+def _config(name: str, revision: str | None) -> Any:
+    from transformers import AutoConfig
+
+    path = Path(name).expanduser()
+    if name in BUILT_IN and revision is None and not path.is_dir():
+        settings = dict(BUILT_IN[name])
+        return AutoConfig.for_model(settings.pop("model_type"), tie_word_embeddings=True, **settings)
+    if path.suffix == ".gguf" and not path.is_file():
+        raise UserError(f"{name}: there is no such GGUF file.")
+    try:
+        if path.suffix == ".gguf":
+            return AutoConfig.from_pretrained(path.parent, gguf_file=path.name)
+        return AutoConfig.from_pretrained(path if path.is_dir() else name, revision=revision)
+    except (OSError, ValueError, KeyError) as error:
+        raise UserError(
+            f"{name} is no run, recipe, model folder or .gguf file, and as a hub id it gives no configuration "
+            f"({first_line(error)}); built in are {', '.join(BUILT_IN)}."
+        ) from None

@@ -1,0 +1,149 @@
+"""A finished (or stopped) run loaded again for diagnosis: its data, its kept states, its labels if it has any."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from fedweave.console import Console
+from fedweave.data.jsonl import UNLABELLED
+from fedweave.errors import UserError
+from fedweave.federation.client import Client
+from fedweave.methods import build_method
+from fedweave.methods.base import Method, ServerState
+from fedweave.runs.folder import RunFolder
+from fedweave.runs.workspace import Workspace, prepare
+from fedweave.training.lockstep import LaneResult
+from fedweave.training.schedule import allot_steps
+
+
+@dataclass
+class Sample:
+    """What stands for the whole where the model itself is asked."""
+
+    clients: list[Client]
+    batches: int
+    batch_size: int
+
+
+@dataclass
+class Subject:
+    """What the diagnostics look at."""
+
+    workspace: Workspace
+    method: Method
+    states: dict[int, ServerState]  # kept states, by completed rounds
+    round: int  # the one under diagnosis
+    completed: int  # rounds that the run has made
+
+    @property
+    def state(self) -> ServerState:
+        return self.states[self.round]
+
+    @property
+    def clients(self) -> list[Client]:
+        return list(self.workspace.engine.clients)
+
+    # ---------------------------------------------------------------------------------- patterns
+
+    @cached_property
+    def patterns(self) -> list[str]:
+        """Task labels as proxies of the latent patterns; fewer than two tell nothing."""
+        return list(dict.fromkeys(label for labels in self.workspace.client_labels for label in labels))
+
+    @property
+    def labelled(self) -> bool:
+        return len(self.patterns) > 1 and UNLABELLED not in self.patterns
+
+    @cached_property
+    def pattern(self) -> list[np.ndarray]:
+        """[client] of [n] pattern numbers."""
+        return [np.array([self.patterns.index(x) for x in labels]) for labels in self.workspace.client_labels]
+
+    def mixture(self, client: Client, members: np.ndarray | None = None) -> np.ndarray:
+        """How many examples of every pattern a client (or a bucket of it) holds, [K]."""
+        chosen = self.pattern[client.index]
+        return np.bincount(chosen if members is None else chosen[members], minlength=len(self.patterns))
+
+    # ---------------------------------------------------------------------------------- buckets
+
+    @cached_property
+    def units(self) -> list[tuple[Client, int]]:
+        """Every bucket of every client."""
+        return [(client, c) for client in self.clients for c in range(len(client.buckets))]
+
+    @cached_property
+    def anchor(self) -> np.ndarray:
+        """[U] a(i,c)."""
+        return np.array([client.assignment[c] for client, c in self.units])
+
+    @cached_property
+    def unit(self) -> list[np.ndarray]:
+        """[client] of [n] the unit that each example lies in."""
+        of = [np.zeros(len(client), dtype=int) for client in self.clients]
+        for u, (client, c) in enumerate(self.units):
+            of[client.index][client.buckets[c]] = u
+        return of
+
+    @cached_property
+    def step_share(self) -> np.ndarray:
+        """[U] share of its client's steps that a bucket gets."""
+        return np.concatenate([np.array(self.step_budget(c)) / sum(self.step_budget(c)) for c in self.clients])
+
+    def step_budget(self, client: Client) -> list[int]:
+        return allot_steps([len(b) for b in client.buckets], self.workspace.config.training.local_steps)
+
+    def upload(self, whole_clients: bool = False) -> np.ndarray:
+        """[U, M] weight of a unit's client in every expert's average: as the method counts, or by client size."""
+        experts = self.state.layout.experts
+        rows = []
+        for client in self.clients:
+            nothing = LaneResult(torch.zeros(0), None, [0.0], 0)
+            counts = self.method.update(client, self.state, nothing).counts.numpy()
+            rows.append(np.full(experts, float(len(client))) if whole_clients else counts)
+        counted = np.stack(rows)  # [clients, M]
+        weight = counted / counted.sum(0).clip(min=1e-12)
+        return weight[[client.index for client, _ in self.units]]
+
+    # ---------------------------------------------------------------------------------- routing
+
+    def phi(self, client: Client, state: ServerState) -> torch.Tensor:
+        """[Q] the router state that a client trains from."""
+        phi = self.method.lane(client, state, 0).phi
+        assert phi is not None
+        return phi
+
+    def gates(self, client: Client, state: ServerState) -> np.ndarray:
+        """[n, M] router weights of a client's training examples, as it trains."""
+        assert state.router is not None
+        with torch.no_grad():
+            phi = self.phi(client, state)
+            return state.router.route(phi, client.data.features.to(phi)).double().cpu().numpy()
+
+
+def open_subject(folder: Path, which: str, console: Console) -> Subject:
+    """Load a run without changing it; ``which`` of its states is under diagnosis: best, last or start."""
+    run, config = RunFolder.open(folder)
+    found = list(run.snapshots(console))
+    if not found:
+        raise UserError(f"{folder} has no checkpoint yet; finish it with `fedweave resume {folder}`.")
+    prepared = prepare(config, console)
+    run.check_manifest(prepared.data.manifest)
+    workspace = prepared.build(console)
+    method = build_method(config)
+    if method.uses_labels:
+        workspace.reveal_labels()
+    newest = found[0]
+    newest.check(config, workspace.backbone)
+    workspace.engine.restore(newest.meta["clients"], newest.tensors)
+    layers, device = workspace.engine.layers, workspace.backbone.device
+    states = {s.meta["completed"]: s.state(layers, device) for s in found}
+    states.setdefault(newest.meta["best_round"], newest.best(layers, device))
+    rounds = {"best": newest.meta["best_round"], "last": newest.meta["completed"], "start": 0}
+    if rounds[which] not in states:
+        raise UserError(f"{folder} no longer has its checkpoint of round {rounds[which]}.")
+    return Subject(workspace, method, states, rounds[which], newest.meta["completed"])

@@ -1,0 +1,90 @@
+"""What a site decides for itself: where its data and model are, and whom it joins. It never leaves the site."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Literal
+
+from fedweave.errors import UserError
+from fedweave.settings import build, read_yaml, setting
+
+
+@dataclass(frozen=True)
+class ModelSettings:
+    """This site's copy of the federation's backbone."""
+
+    model: str = setting("HuggingFaceTB/SmolLM2-135M-Instruct", "Local folder, .gguf file or hub id.")
+    revision: str | None = setting(None, "Branch, tag or commit of a hub model.")
+    device: str = setting("auto", "auto (CUDA when there is one), cpu, cuda or cuda:N.")
+    dtype: Literal["auto", "float32", "bfloat16"] = setting(
+        "auto", "Weights of the backbone: auto is bfloat16 on CUDA and float32 on a CPU."
+    )
+    download: bool = setting(False, "Let a hub model be fetched; without it nothing calls out.")
+
+
+@dataclass(frozen=True)
+class LinkSettings:
+    """The SuperLink that this site joins."""
+
+    address: str = setting("127.0.0.1:8000", "Host and port of the SuperLink.")
+    root_certificates: str | None = setting(
+        None, "The certificate authority that signed the SuperLink's certificate."
+    )
+    private_key: str | None = setting(
+        None, "This site's private key; its public half is registered at the SuperLink."
+    )
+    insecure: bool = setting(False, "Speak without TLS and without a key: for a try on one machine only.")
+    port: int = setting(9094, "Port on 127.0.0.1 between SuperNode and worker.", low=1, high=65535)
+
+
+@dataclass(frozen=True)
+class SiteConfig:
+    """One site."""
+
+    name: str = setting("", "The site's name in the federation; it must not change.")
+    data: str = setting("", "JSONL file of training rows.")
+    validation: str | None = setting(None, "JSONL file to validate on; without it a share of data is kept back.")
+    state: str = setting("state", "Folder for keys of the local link and for parameters that never leave.")
+    backbone: ModelSettings = field(default_factory=ModelSettings)
+    superlink: LinkSettings = field(default_factory=LinkSettings)
+
+
+def load_site(path: Path) -> SiteConfig:
+    """A site's YAML file; relative paths in it count from its folder."""
+    if not path.is_file():
+        raise UserError(f"there is no site file {path}; examples/deployment/site.yaml is one to copy.")
+    tree = read_yaml(path.read_text(encoding="utf-8"), str(path))
+    config: SiteConfig = build(SiteConfig, tree)
+    if not config.name or not config.name.replace("-", "").replace("_", "").isalnum():
+        raise UserError(f"{path}: name must be letters, digits, - and _, not {config.name!r}.")
+    if not config.data:
+        raise UserError(f"{path}: data is missing; it names the JSONL file of this site.")
+    link = config.superlink
+    if not link.insecure and not (link.root_certificates and link.private_key):
+        raise UserError(
+            f"{path}: superlink needs root_certificates and private_key (make-certificates.sh makes them), or "
+            "insecure: true for a try on one machine."
+        )
+    return _absolute(config, path.resolve().parent)
+
+
+def _absolute(config: SiteConfig, folder: Path) -> SiteConfig:
+    def found(name: str) -> str:
+        return str(folder / Path(name).expanduser()) if name else name
+
+    link = config.superlink
+    model = config.backbone
+    local = folder / Path(model.model).expanduser()
+    return replace(
+        config,
+        data=found(config.data),
+        validation=found(config.validation or "") or None,
+        state=found(config.state),
+        backbone=replace(model, model=str(local) if local.exists() else model.model),
+        superlink=replace(
+            link,
+            root_certificates=found(link.root_certificates or "") or None,
+            private_key=found(link.private_key or "") or None,
+        ),
+    )

@@ -1,0 +1,287 @@
+"""What a run's figures say in plain words. Each finding is one pure function of a run's record: it fires or not.
+
+A finding names what was seen, why it matters and what to try. Thresholds are judgement, and stand beside the code
+that uses them so that they can be argued with.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from fedweave.report.records import RunRecord
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One remark; ``level`` is warning, note or good."""
+
+    level: str
+    title: str
+    text: str
+
+
+def starving_expert(run: RunRecord) -> Finding | None:
+    """An expert with less than a quarter of an even share of the examples learns little."""
+    totals = [sum(column) for column in zip(*run.feeding.values(), strict=True)]
+    fair = sum(totals) / max(1, len(totals))
+    starving = [m for m, total in enumerate(totals) if total < fair / 4]
+    if run.experts < 2 or not starving:
+        return None
+    listed = ", ".join(f"expert {m} ({totals[m]} of {sum(totals)} examples)" for m in starving)
+    return Finding(
+        "warning",
+        "A starving expert",
+        f"{listed}: less than a quarter of an even share. It gets few steps, so its answers may be poor. Fewer "
+        "experts (alignment.max_experts), more rounds, or more data of that kind would help.",
+    )
+
+
+def unused_expert(run: RunRecord) -> Finding | None:
+    """An expert that was trained but that the router hardly ever picks."""
+    load = run.validations[-1].get("expert_load", []) if run.validations else []
+    unused = [m for m, share in enumerate(load) if share < 0.02]
+    if len(load) < 2 or not unused:
+        return None
+    return Finding(
+        "warning",
+        "An expert that is hardly used",
+        f"The router sends fewer than 2 % of validation prompts to expert {', '.join(map(str, unused))}. Either "
+        "the validation data lack that kind of prompt, or the router has not learned it: try router.warm_start "
+        "or more rounds.",
+    )
+
+
+def low_purity(run: RunRecord) -> Finding | None:
+    """Experts that mix tasks; needs labels, which only the audit has."""
+    audit = (run.discovery or {}).get("audit")
+    if not audit or run.experts < 2 or audit["global"]["purity"] >= 0.8:
+        return None
+    local, whole = audit["local"]["purity"], audit["global"]["purity"]
+    where = (
+        "Buckets are already mixed within clients: try discovery.features or another discovery.clusterer."
+        if local < 0.8
+        else "Buckets are pure within clients, so it is alignment that mixes them: try more discovery.warmup_steps."
+    )
+    return Finding(
+        "warning",
+        "Low purity",
+        f"Experts mix tasks: purity {local:.2f} within clients, {whole:.2f} overall. {where}",
+    )
+
+
+def client_that_hurts(run: RunRecord) -> Finding | None:
+    """A client whose updates point away from what all others do to the same experts."""
+    against = {name: c for name, c in run.agreement.items() if c < -0.05}
+    if not against:
+        return None
+    listed = ", ".join(f"{name} ({c:+.2f})" for name, c in sorted(against.items(), key=lambda item: item[1]))
+    return Finding(
+        "warning",
+        "A client that pulls against the others",
+        f"Mean cosine of its updates with everyone else's, on the same experts, is negative: {listed}. Look for "
+        "wrong labels, another language or another answer format in its data, or leave it out and compare.",
+    )
+
+
+def refused_answers(run: RunRecord) -> Finding | None:
+    """Clients whose answers the server did not use."""
+    refused = [item for event in run.rounds for item in event.get("refused", [])]
+    if not refused:
+        return None
+    names = list(dict.fromkeys(item["client"] for item in refused))
+    return Finding(
+        "warning",
+        "Answers were refused",
+        f"{len(refused)} answers of {', '.join(names)} were not used; the last one because "
+        f"{refused[-1]['reason']}. Every reason is in metrics.jsonl.",
+    )
+
+
+def experts_at_the_edge(run: RunRecord) -> Finding | None:
+    """M* at the upper end of the candidates: the true best may lie beyond."""
+    silhouettes = {int(k): v for k, v in (run.discovery or {}).get("alignment_silhouettes", {}).items()}
+    if not silhouettes or run.experts != max(silhouettes) or len(silhouettes) < 2:
+        return None
+    return Finding(
+        "warning",
+        "M was chosen at the edge of its range",
+        f"The best silhouette is that of {run.experts} experts, the most that were considered. Raise "
+        "alignment.max_experts (or discovery.max_buckets, when there are too few buckets) and see whether M grows.",
+    )
+
+
+def buckets_at_the_edge(run: RunRecord) -> Finding | None:
+    """Clients that used every bucket they were allowed."""
+    most = run.config.get("discovery", {}).get("max_buckets", 0)
+    clients = (run.discovery or {}).get("clients", {})
+    full = [name for name, client in clients.items() if len(client["buckets"]) >= most > 1]
+    if len(full) * 3 < len(clients) or not full:
+        return None
+    return Finding(
+        "note",
+        "Many clients use all the buckets they may",
+        f"{len(full)} of {len(clients)} clients split into {most} buckets, the largest allowed count. Raise "
+        "discovery.max_buckets if their data may hold more kinds.",
+    )
+
+
+def faint_alignment(run: RunRecord) -> Finding | None:
+    """Signatures that barely form groups."""
+    silhouettes = (run.discovery or {}).get("alignment_silhouettes", {})
+    if not silhouettes or max(silhouettes.values()) >= 0.1:
+        return None
+    return Finding(
+        "warning",
+        "Signatures hardly form groups",
+        f"The best silhouette is only {max(silhouettes.values()):.2f}, so M = {run.experts} is close to a guess. "
+        "More discovery.warmup_steps or a higher training.lr make signatures clearer; if they stay alike, the "
+        "clients may have one kind of data, and one adapter (method=fedit) is simpler.",
+    )
+
+
+def undecided_router(run: RunRecord) -> Finding | None:
+    """Entropy near that of a coin toss: one active expert is then a gamble."""
+    if run.entropy is None or run.entropy < 0.5:
+        return None
+    return Finding(
+        "warning",
+        "The router is undecided",
+        f"Its entropy is {run.entropy:.0%} of the largest possible. Sparse inference loses what the mixture knows: "
+        "switch router.warm_start on, train longer, or answer with evaluation.routing=soft.",
+    )
+
+
+def sparse_costs(run: RunRecord) -> Finding | None:
+    """What one active expert costs against the whole mixture."""
+    losses = run.best["loss"] if run.best else {}
+    if not {"sparse", "soft"} <= set(losses) or run.experts < 2:
+        return None
+    sparse, soft = losses["sparse"]["macro"], losses["soft"]["macro"]
+    extra = (sparse - soft) / max(soft, 1e-12)
+    if extra <= 0.02:
+        return Finding(
+            "good",
+            "One active expert is enough",
+            f"Sparse inference has loss {sparse:.3f}, the full mixture {soft:.3f}: nothing is lost by running one.",
+        )
+    return Finding(
+        "warning",
+        "Sparse inference costs accuracy",
+        f"One active expert has loss {sparse:.3f}, the full mixture {soft:.3f} ({extra:+.0%}). Use top-2 or soft "
+        "routing, or a router that decides (router.warm_start).",
+    )
+
+
+def still_improving(run: RunRecord) -> Finding | None:
+    """The last round was the best, and by more than a trifle."""
+    losses = [event["loss"] for event in run.validations]
+    if run.state != "finished" or len(losses) < 3 or losses[-1] > min(losses):
+        return None
+    gain = (losses[-2] - losses[-1]) / max(losses[-2], 1e-12)
+    if gain < 0.01:
+        return None
+    return Finding(
+        "note",
+        "It was still getting better",
+        f"The last round lowered the validation loss by {gain:.0%}. Go on with `fedweave resume {run.path} "
+        f"training.rounds={run.completed + max(2, run.completed // 2)}`.",
+    )
+
+
+def overfitting(run: RunRecord) -> Finding | None:
+    """Validation loss well above its best by the end."""
+    losses = [event["loss"] for event in run.validations]
+    if len(losses) < 3 or losses[-1] < 1.02 * min(losses):
+        return None
+    best = run.validations[losses.index(min(losses))]["round"]
+    return Finding(
+        "note",
+        "Later rounds did harm",
+        f"The validation loss was lowest after round {best} ({min(losses):.3f}) and ended at {losses[-1]:.3f}. "
+        "The best round is what FedWeave serves; fewer rounds or a lower training.lr would save time.",
+    )
+
+
+def worse_than_untouched(run: RunRecord) -> Finding | None:
+    """A task that training made worse."""
+    bare = (run.summary or {}).get("test", {}).get("untouched", {}).get("loss")
+    if not bare or run.best is None:
+        return None
+    trained = run.best["loss"][run.best["used"]]
+    worse = [task for task in trained if task != "macro" and trained[task] > bare[task]]
+    if not worse:
+        return None
+    listed = ", ".join(f"{run.tasks.get(t, t)} ({bare[t]:.3f} → {trained[t]:.3f})" for t in worse)
+    return Finding(
+        "warning",
+        "Some tasks are worse than before training",
+        f"Loss rose against the untouched model: {listed}. Check that data, or lower training.lr.",
+    )
+
+
+def experts_per_task(run: RunRecord) -> Finding | None:
+    """Does every task have an expert of its own?"""
+    table = run.best["routing"] if run.best else {}
+    if len(table) < 2 or run.experts < 2:
+        return None
+    dominant = {task: max(range(len(row)), key=row.__getitem__) for task, row in table.items()}
+    if len(set(dominant.values())) == len(dominant):
+        return Finding(
+            "good",
+            "Every task has its own expert",
+            ", ".join(f"{run.tasks.get(t, t)} → expert {m}" for t, m in dominant.items())
+            + ". No method saw these labels.",
+        )
+    shared = [m for m in set(dominant.values()) if list(dominant.values()).count(m) > 1]
+    tasks = [run.tasks.get(t, t) for t, m in dominant.items() if m in shared]
+    return Finding(
+        "note",
+        "Tasks share an expert",
+        f"{', '.join(tasks)} are mostly answered by expert {', '.join(map(str, shared))}. That is right where "
+        "they are alike, and a sign of mixed buckets where they are not.",
+    )
+
+
+def one_expert(run: RunRecord) -> Finding | None:
+    """FedWeave without specialisation."""
+    if run.method != "fedweave" or run.discovery is None or run.experts > 1:
+        return None
+    reason = run.discovery.get("alignment_note") or "alignment found no groups"
+    return Finding(
+        "warning",
+        "Only one expert",
+        f"{reason}. With one expert FedWeave is plain federated averaging of one adapter.",
+    )
+
+
+def small_test(run: RunRecord) -> Finding | None:
+    """Few test examples: small differences mean nothing."""
+    tested, tasks = len(run.manifest.get("test", [])), max(1, len(run.tasks))
+    each = tested / tasks
+    if not tested or each >= 100:
+        return None
+    return Finding(
+        "note",
+        "Small test set",
+        f"About {each:.0f} test examples per task: scores carry an error of about ±{0.5 / math.sqrt(each):.2f}. "
+        "Do not read much into differences below twice that.",
+    )
+
+
+FINDINGS: tuple[Callable[[RunRecord], Finding | None], ...] = (
+    starving_expert, unused_expert, low_purity, client_that_hurts, refused_answers, experts_at_the_edge,
+    buckets_at_the_edge, faint_alignment, one_expert, undecided_router, sparse_costs, worse_than_untouched,
+    overfitting, still_improving, experts_per_task, small_test,
+)  # fmt: skip
+
+
+def findings(run: RunRecord) -> list[Finding]:
+    """Everything that fires for a run."""
+    return by_level([finding for check in FINDINGS if (finding := check(run)) is not None])
+
+
+def by_level(found: list[Finding]) -> list[Finding]:
+    """Warnings first."""
+    return sorted(found, key=lambda finding: ("warning", "note", "good").index(finding.level))

@@ -1,0 +1,105 @@
+"""`fedweave watch`: a run in the terminal, while it goes on and afterwards. It only reads the run's files."""
+
+from __future__ import annotations
+
+import shutil
+import sys
+import time
+from pathlib import Path
+
+from fedweave.console import duration, table
+from fedweave.report.records import RunRecord, read_run
+
+_PAUSE = 1.0
+_BLOCKS = "▁▂▃▄▅▆▇█"
+
+
+def watch(folder: Path, once: bool = False) -> None:
+    """Draw until the run has ended. Without a terminal: a new picture only when a round has passed."""
+    drawn = ""
+    while True:
+        run = read_run(folder)
+        text = render(run, shutil.get_terminal_size((100, 30)).columns)
+        if sys.stdout.isatty():
+            print(f"\x1b[H\x1b[J{text}", flush=True)  # home, then clear what was below
+        elif str(run.completed) != drawn or run.state != "running":
+            print(text, flush=True)
+            drawn = str(run.completed)
+        if once or run.state != "running":
+            return
+        time.sleep(_PAUSE)
+
+
+def render(run: RunRecord, width: int = 100) -> str:
+    """The whole picture as text."""
+    rounds = run.config["training"]["rounds"]
+    left = seconds_left(run)
+    head = f"{run.path} · {run.method} · {run.state}"
+    clock = f"round {run.completed} of {rounds}" + (f" · {duration(left)} left" if left is not None else "")
+    parts = [head + clock.rjust(max(len(clock) + 2, width - len(head))), _bar(run.completed, rounds, width)]
+    phase = run.progress.get("phase")
+    if run.state == "running" and phase:
+        parts.append(f"now: {phase['label']}, {phase['done']} of {phase['total']}")
+    if run.state == "stopped":
+        parts.append(f"This run is not going on. Continue it with: fedweave resume {run.path}")
+    for section in (_losses(run), _load(run, width), _end(run)):
+        if section:
+            parts += ["", section]
+    if not run.validations:
+        parts += ["", "No round has been validated yet: discovery comes first."]
+    return "\n".join(parts)
+
+
+def seconds_left(run: RunRecord) -> float | None:
+    """Remaining rounds at the pace of the last five; None unless the run goes on."""
+    recent = run.progress.get("round_seconds", [])[-5:]
+    if run.state != "running" or not recent:
+        return None
+    return sum(recent) / len(recent) * max(0, run.config["training"]["rounds"] - run.completed)
+
+
+def sparkline(values: list[float], longest: int = 24) -> str:
+    """Numbers as small blocks, the last ``longest`` of them."""
+    values = values[-longest:]
+    low, high = min(values), max(values)
+    span = (high - low) or 1.0
+    return "".join(_BLOCKS[round((v - low) / span * (len(_BLOCKS) - 1))] for v in values)
+
+
+def _bar(done: int, total: int, width: int) -> str:
+    inner = max(10, width - 2)
+    full = round(inner * done / max(1, total))
+    return f"[{'█' * full}{'·' * (inner - full)}]"
+
+
+def _losses(run: RunRecord) -> str:
+    if not run.validations:
+        return ""
+    names = {**run.tasks, "macro": "macro average"} if len(run.tasks) > 1 else dict(run.tasks)
+    rows = []
+    for task, title in names.items():
+        values = [event["tasks"][task] for event in run.validations if task in event.get("tasks", {})]
+        if values:
+            rows.append([title, f"{values[0]:.3f}", f"{min(values):.3f}", f"{values[-1]:.3f}", sparkline(values)])
+    if run.rounds:
+        train = [event["train_loss"] for event in run.rounds]
+        rows.append(["training", f"{train[0]:.3f}", f"{min(train):.3f}", f"{train[-1]:.3f}", sparkline(train)])
+    return table(["validation loss", "first", "best", "now", "rounds"], rows)
+
+
+def _load(run: RunRecord, width: int) -> str:
+    load = run.validations[-1].get("expert_load", []) if run.validations else []
+    if len(load) < 2:
+        return ""
+    room = max(10, min(50, width - 30))
+    lines = [f"  expert {m}  {share:4.0%}  {'█' * round(share * room)}" for m, share in enumerate(load)]
+    return "\n".join([f"  experts' load, router entropy {run.entropy:.0%} of its largest", *lines])
+
+
+def _end(run: RunRecord) -> str:
+    if run.best is None or run.state == "running":
+        return ""
+    best = run.best
+    macro = next(reversed(best["loss"][best["used"]]))
+    score = f", score {best['score'][macro]:.3f}" if "score" in best else ""
+    return f"  test, best round {best['round']}: loss {best['loss'][best['used']][macro]:.3f}{score}"

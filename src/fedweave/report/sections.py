@@ -1,0 +1,314 @@
+"""The chapters of the page: which pictures, tables and remarks stand together, and what is missing from each."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import yaml
+
+from fedweave.analysis.findings import render
+from fedweave.analysis.ledger import spent_rows
+from fedweave.analysis.spent import run_costs
+from fedweave.console import duration, table
+from fedweave.errors import UserError
+from fedweave.report import curves, maps, theory, tradeoffs
+from fedweave.report.findings import Finding, by_level, findings
+from fedweave.report.records import Group, RunRecord
+from fedweave.report.style import Picture
+
+
+@dataclass
+class Table:
+    header: list[str]
+    rows: list[list[str]]
+    title: str = ""
+    best: int | None = None  # the row to stress
+
+
+@dataclass
+class Section:
+    """One chapter. ``missing`` says what could stand here, and what to do to get it."""
+
+    key: str
+    title: str
+    intro: str = ""
+    findings: list[Finding] = field(default_factory=list)
+    tables: list[Table] = field(default_factory=list)
+    pictures: list[Picture] = field(default_factory=list)
+    folded: list[dict[str, str]] = field(default_factory=list)
+    missing: list[str] = field(default_factory=list)
+    small: bool = False  # three pictures in a row
+
+    def show(self, *pictures: Picture | None) -> Section:
+        self.pictures += [picture for picture in pictures if picture is not None]
+        return self
+
+    def lacks(self, condition: bool, sentence: str) -> None:
+        if condition:
+            self.missing.append(sentence)
+
+    @property
+    def empty(self) -> bool:
+        return not (self.findings or self.tables or self.pictures or self.folded or self.missing)
+
+
+def _why(run: RunRecord) -> str:
+    return "the sites keep it to themselves." if run.elsewhere else "an older run."
+
+
+def lead_run(groups: Sequence[Group]) -> RunRecord:
+    """The run that is shown in detail: FedWeave's first, else the first."""
+    ours = [g for g in groups if g.first.method == "fedweave"]
+    return (ours or list(groups))[0].first
+
+
+def all_sections(groups: Sequence[Group]) -> list[Section]:
+    lead = lead_run(groups)
+    own = next(group for group in groups if lead in group.runs)
+    made = [
+        _findings(groups, lead),
+        _results(groups, own, lead),
+        _data(lead),
+        _discovery(lead),
+        _prompts(lead),
+        _routing(groups, lead),
+        _inference(groups, lead),
+        _heterogeneity(groups),
+        _theory(lead),
+        _costs(groups, lead),
+        _what_was_run(groups, lead),
+    ]
+    return [section for section in made if not section.empty]
+
+
+def _findings(groups: Sequence[Group], lead: RunRecord) -> Section:
+    section = Section("findings", "Findings", findings=findings(lead))
+    if sum(len(g.runs) for g in groups) > 1:
+        section.intro = f"About {lead.path}, which stands for the rest wherever one run is shown."
+    seeds = max(len(g.runs) for g in groups)
+    if seeds == 1:
+        text = (
+            "Repeat with other seeds before you trust a small difference: `fedweave compare RECIPE seed=42,43,44`."
+        )
+        section.findings = by_level([*section.findings, Finding("note", "One seed", text)])
+    return section
+
+
+def _results(groups: Sequence[Group], own: Group, lead: RunRecord) -> Section:
+    section = Section("results", "Scores and losses")
+    section.show(
+        curves.test_scores(groups), curves.test_change(lead), curves.method_losses(groups), curves.task_losses(own),
+        curves.site_losses(lead),        curves.task_scores(own), curves.training_loss(lead),
+    )  # fmt: skip
+    finished = [g for g in groups if g.finished()]
+    if len(finished) == 1 and lead.summary:
+        section.tables.append(_task_table(finished[0], lead))
+    elif finished:
+        section.tables += [_group_table(finished, kind) for kind in ("score", "loss")]
+    section.lacks(not lead.summary, "test results: the run has not finished.")
+    section.lacks(
+        lead.summary is not None and lead.best is None,
+        "test results: the server has no test set; name one in federation.test.",
+    )
+    section.lacks(
+        not lead.elsewhere and bool(lead.validations) and not any("scores" in e for e in lead.validations),
+        "scores by round: generation takes long, so they are measured with evaluation.score_rounds=true only.",
+    )
+    section.lacks(bool(lead.rounds) and "client_losses" not in lead.rounds[-1], "losses by client: an older run.")
+    return section
+
+
+def _task_table(group: Group, lead: RunRecord) -> Table:
+    """One experiment: a row per task."""
+    assert lead.best is not None and lead.summary is not None
+    bare = lead.summary["test"].get("untouched", {}).get("loss", {})
+    scored, used = "score" in lead.best, lead.best["used"]
+    rows = []
+    for task in lead.best["loss"][used]:
+        title = {**lead.tasks, "macro": "macro average"}.get(task, task)
+        row = [title, *([_figure(group.test("score", task))] if scored else []), _figure(group.test("loss", task))]
+        row += [
+            _figure([r.best["loss"][x][task] for r in group.runs if r.best]) for x in lead.best["loss"] if x != used
+        ]
+        rows.append([*row, *([f"{bare[task]:.3f}"] if bare else [])])
+    others = [f"loss, {x} ↓" for x in lead.best["loss"] if x != used]
+    header = ["test set", *([f"score, {used} ↑"] if scored else []), f"loss, {used} ↓", *others]
+    return Table([*header, *(["loss, untouched"] if bare else [])], rows)
+
+
+def _group_table(groups: Sequence[Group], kind: str) -> Table:
+    """Several experiments: a row for each, the best macro figure in bold."""
+    tasks = {"macro": "macro", **groups[0].first.tasks}
+    rows = [
+        [g.label, str(len(g.finished())), *(_figure(g.test(kind, task)) for task in tasks)] for g in groups
+    ]  # fmt: skip
+    means = np.array([float(np.mean(g.test(kind, "macro") or [np.nan])) for g in groups])
+    best = None if np.isnan(means).all() else int(np.nanargmax(means) if kind == "score" else np.nanargmin(means))
+    return Table([f"test {kind} {'↑' if kind == 'score' else '↓'}", "seeds", *tasks.values()], rows, "", best)
+
+
+def _figure(values: Sequence[float]) -> str:
+    if not values:
+        return "–"
+    mean = f"{np.mean(values):.3f}"
+    return f"{mean} ± {np.std(values, ddof=1):.3f}" if len(values) > 1 else mean
+
+
+def _data(lead: RunRecord) -> Section:
+    section = Section("clients", "Clients and their data").show(
+        maps.mixture(lead), maps.feeding(lead), curves.client_agreement(lead)
+    )
+    section.lacks(not lead.mixture and len(lead.tasks) > 1, f"the mixture of tasks: {_why(lead)}")
+    section.lacks(
+        len(lead.tasks) < 2 and not lead.elsewhere, "the mixture of tasks: the rows carry no task labels."
+    )
+    section.lacks(bool(lead.rounds) and not lead.agreement, "whether clients pull together: an older run.")
+    return section
+
+
+def _discovery(lead: RunRecord) -> Section:
+    section = Section(
+        "experts",
+        "From buckets to experts",
+        "Every client clusters its own prompts into buckets, warms up one small adapter per bucket and sends its "
+        "B factors, the signature. The server merges buckets with near signatures into experts. No label is used.",
+    )
+    section.show(maps.signatures(lead), maps.silhouettes(lead))
+    audit = (lead.discovery or {}).get("audit")
+    if audit and lead.experts > 1:
+        rows = [[level, *(f"{audit[level][k]:.3f}" for k in ("purity", "nmi", "ari"))] for level in audit]
+        section.tables.append(Table(["audit against labels", "purity", "NMI", "ARI"], rows))
+    if lead.discovery is None:
+        section.missing.append("discovery has not finished yet.")
+    elif not lead.discovery.get("signature_distance"):
+        section.intro = ""
+        section.missing.append(f"signatures: {lead.method} does not discover buckets.")
+    return section
+
+
+def _prompts(lead: RunRecord) -> Section:
+    section = Section("prompts", "A map of the prompts", small=True).show(*maps.embeddings(lead))
+    section.lacks(lead.discovery is not None and lead.embedding is None, f"the map of prompts: {_why(lead)}")
+    return section
+
+
+def _routing(groups: Sequence[Group], lead: RunRecord) -> Section:
+    section = Section("routing", "Routing")
+    one_each = list({group.first.method: group for group in reversed(groups)}.values())[::-1]
+    section.show(*[maps.routing(group) for group in one_each])
+    section.show(curves.router_entropy(groups), curves.expert_load(lead))
+    routed = lead.experts > 1
+    section.lacks(len(groups) > len(one_each), "routing of other experiments with the same methods.")
+    section.lacks(
+        routed and bool(lead.validations) and "expert_load" not in lead.validations[-1],
+        f"expert load over rounds: {_why(lead)}",
+    )
+    section.lacks(not routed and lead.discovery is not None, f"routing: {lead.method} has one adapter here.")
+    return section
+
+
+def _inference(groups: Sequence[Group], lead: RunRecord) -> Section:
+    section = Section("inference", "Sparse, top-2 or soft").show(tradeoffs.routing_trade_off(groups))
+    section.lacks(
+        lead.experts > 1 and lead.summary is not None and not section.pictures,
+        "score against latency: run with evaluation.compare_routings=true (or fedweave compare sparse-inference).",
+    )
+    return section
+
+
+def _heterogeneity(groups: Sequence[Group]) -> Section:
+    return Section("heterogeneity", "Heterogeneity").show(*tradeoffs.heterogeneity(groups))
+
+
+def _theory(lead: RunRecord) -> Section:
+    section = Section("theory", "The theory at work")
+    if lead.diagnostics is None:
+        section.lacks(
+            lead.experts > 1, f"the paper's theory on this run: measure it with fedweave diagnose {lead.path}."
+        )
+        return section
+    titles = {
+        "conflict": "Gradient conflict",
+        "contamination": "Contamination",
+        "effective_budget": "Effective budget",
+        "router_paths": "Router paths",
+        "routing_risk": "Routing risk",
+    }
+    verdicts = lead.diagnostics["verdicts"]
+    section.findings = [Finding(v["level"], titles[v["about"]], v["text"]) for v in verdicts]
+    section.show(theory.contamination(lead), theory.effective_budget(lead))
+    section.folded.append({"title": "all figures of the diagnosis", "text": render(lead.diagnostics)})
+    return section
+
+
+def _costs(groups: Sequence[Group], lead: RunRecord) -> Section:
+    section = Section("costs", "Communication and time")
+    try:
+        section.tables.append(
+            Table(["this run", "predicted", "measured", ""], spent_rows(run_costs(lead.path).spent))
+        )
+    except UserError as error:
+        section.missing.append(f"costs: {error}")
+    section.show(tradeoffs.loss_for_bytes(groups), tradeoffs.time_spent(lead), tradeoffs.round_times(lead))
+    section.lacks(bool(lead.rounds) and "bytes_up" not in lead.rounds[-1], "bytes by round: an older run.")
+    return section
+
+
+def _what_was_run(groups: Sequence[Group], lead: RunRecord) -> Section:
+    section = Section("setup", "What was run")
+    rows = [
+        [group.label, run.method, str(run.seed), f"{run.completed}/{run.config['training']['rounds']}", run.state,
+         str(run.path)]
+        for group in groups for run in group.runs
+    ]  # fmt: skip
+    header = ["experiment", "method", "seed", "rounds", "state", "folder"]
+    if len(rows) > 8:
+        section.folded.append({"title": f"all {len(rows)} runs", "text": table(header, rows)})
+    else:
+        section.tables.append(Table(header, rows))
+    config = yaml.safe_dump(lead.config, sort_keys=False, allow_unicode=True)
+    section.folded.append({"title": f"config.yaml of {lead.path}", "text": config})
+    if lead.summary:
+        environment = yaml.safe_dump(lead.summary["environment"], sort_keys=False)
+        section.folded.append({"title": "versions, device and commit", "text": environment})
+        if lead.summary["notes"]:
+            section.folded.append({"title": "notes", "text": "\n".join(lead.summary["notes"])})
+    return section
+
+
+# -------------------------------------------------------------------------------------- the first screen
+
+
+def cards(groups: Sequence[Group]) -> list[dict[str, str]]:
+    """The few figures that everybody looks for."""
+    lead = lead_run(groups)
+    made: list[dict[str, Any]] = []
+
+    def card(label: str, value: str | None) -> None:
+        if value is not None:
+            made.append({"label": label, "value": value})
+
+    best, audit = lead.best, (lead.discovery or {}).get("audit")
+    if best:
+        macro = "macro" if len(lead.tasks) > 1 else next(iter(lead.tasks), "macro")
+        bare = lead.summary["test"].get("untouched", {}).get("loss") if lead.summary else None
+        card(
+            "test score" if macro != "macro" else "macro score",
+            f"{best['score'][macro]:.3f}" if "score" in best else None,
+        )
+        card(f"test loss, {best['used']}", f"{best['loss'][best['used']][macro]:.3f}")
+        card("loss of the untouched model", f"{bare[macro]:.3f}" if bare else None)
+    elif lead.validations:
+        card("validation loss", f"{lead.validations[-1]['loss']:.3f}")
+    clients = (lead.discovery or {}).get("clients", {})
+    buckets = sum(len(c["buckets"]) for c in clients.values())
+    card("buckets → experts", f"{buckets} → {lead.experts}" if clients else None)
+    card("global purity", f"{audit['global']['purity']:.2f}" if audit and lead.experts > 1 else None)
+    card("rounds", f"{lead.completed} of {lead.config['training']['rounds']}")
+    card("clients", str(len(clients or lead.manifest.get("clients", {}))))
+    seconds = (lead.summary or {}).get("timing", {}).get("total_s")
+    card("time", duration(seconds) if seconds else None)
+    return made

@@ -1,0 +1,185 @@
+"""How pictures look: one palette that colour-blind readers can tell apart, one set of marks, two themes.
+
+A picture is drawn once, in its light colours. Inside the page every one of these colours becomes a CSS variable, so
+that the same drawing follows the reader's light or dark setting; the PNG and SVG files keep the light ones.
+"""
+
+from __future__ import annotations
+
+import io
+import re
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cached_property
+from html import escape
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from fedweave.errors import UserError
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+INK, MUTED, GRID, SURFACE = "#1f2328", "#656d76", "#d8dee4", "#fffffe"
+# Okabe and Ito's colours without yellow and black, then grey
+PALETTE = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#56b4e9", "#e69f00", "#7f7f7e")
+LINES = ("-", (0, (5, 2)), (0, (1, 1.5)), (0, (6, 2, 1, 2)))
+MARKERS = ("o", "s", "^", "D", "v", "P", "X")
+
+_VARIABLES = {INK: "--ink", MUTED: "--muted", GRID: "--grid", SURFACE: "--surface"} | {
+    colour: f"--c{i}" for i, colour in enumerate(PALETTE)
+}
+
+
+def colour(index: int) -> str:
+    return PALETTE[index % len(PALETTE)]
+
+
+def line_style(index: int) -> dict[str, Any]:
+    """Colour first; when colours run out, dashes."""
+    return {"color": colour(index), "linestyle": LINES[(index // len(PALETTE)) % len(LINES)]}
+
+
+@dataclass
+class Picture:
+    """A drawing with the words around it."""
+
+    name: str  # of its files
+    title: str
+    caption: str
+    figure: Figure
+    wide: bool = False  # takes a whole row of the page
+
+    @cached_property
+    def _drawing(self) -> str:
+        """The SVG in light colours; drawn once, laid out once."""
+        with _settings(self.name):
+            out = io.StringIO()
+            self.figure.savefig(out, format="svg", transparent=True, metadata={"Date": None, "Creator": None})
+            self.figure.set_layout_engine("none")
+        text = out.getvalue()
+        text = re.sub(r"<metadata>.*?</metadata>", "", text[text.index("<svg") :], flags=re.DOTALL)
+        # names that clash with no other picture's on the page
+        text = re.sub(r'\bid="([^"]+)"', rf'id="{self.name}-\1"', text)
+        return re.sub(r'(href="#|url\(#)', rf"\g<1>{self.name}-", text)
+
+    def svg(self) -> str:
+        """The drawing for the inside of a page: scalable, and every colour of ours a variable of the page."""
+        text = self._drawing
+        for plain, variable in _VARIABLES.items():
+            text = text.replace(plain, f"var({variable})")
+        head, rest = text.split(">", 1)
+        head = re.sub(r' (width|height)="[^"]*"', "", head)
+        width = self.figure.get_size_inches()[0]
+        return f'{head} role="img" aria-label="{escape(self.title)}" style="--width:{96 * width:.0f}px">{rest}'
+
+    def save(self, folder: Path) -> None:
+        """PNG and SVG files in light colours."""
+        (folder / f"{self.name}.svg").write_text(self._drawing, encoding="utf-8")
+        with _settings(self.name):
+            self.figure.savefig(folder / f"{self.name}.png", facecolor="white", dpi=160)
+
+
+@contextmanager
+def _settings(salt: str) -> Iterator[None]:
+    import matplotlib
+
+    with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": salt, "font.family": "sans-serif"}):
+        yield
+
+
+def require_matplotlib() -> None:
+    try:
+        import jinja2  # noqa: F401
+        import matplotlib  # noqa: F401
+    except ImportError:
+        raise UserError("reports need matplotlib and jinja2: pip install 'fedweave[report]'.") from None
+
+
+def canvas(
+    width: float = 5.4, height: float = 3.5, rows: int = 1, columns: int = 1, **grid: Any
+) -> tuple[Any, Any]:
+    """(figure, axes) without a window system, in our colours."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(width, height), layout="constrained")
+    axes = figure.subplots(rows, columns, **grid)
+    for ax in np.ravel(axes):
+        plain_axes(ax)
+    return figure, axes
+
+
+def plain_axes(ax: Axes) -> None:
+    """Left and bottom lines only, quiet ticks, a faint grid behind."""
+    ax.set_facecolor("none")
+    for side, spine in ax.spines.items():
+        spine.set_visible(side in ("left", "bottom"))
+        spine.set_color(GRID)
+    ax.tick_params(colors=MUTED, labelcolor=INK, labelsize=9, length=3)
+    ax.xaxis.label.set(color=MUTED, size=9.5)
+    ax.yaxis.label.set(color=MUTED, size=9.5)
+    ax.title.set(color=INK, size=10)
+    ax.grid(True, color=GRID, linewidth=0.7)
+    ax.set_axisbelow(True)
+
+
+def bare_axes(ax: Axes) -> None:
+    """Nothing but what is drawn."""
+    plain_axes(ax)
+    ax.grid(False)
+    for spine in ax.spines.values():
+        spine.set_visible(False)
+    ax.tick_params(length=0)
+
+
+def legend(ax: Axes, **options: Any) -> None:
+    """A row of names above the plot: it hides nothing and wraps on its own line."""
+    handles, labels = ax.get_legend_handles_labels()
+    if not handles:
+        return
+    settings: dict[str, Any] = {
+        "loc": "lower left", "bbox_to_anchor": (0, 1.0), "ncols": min(4, len(labels)), "frameon": False,
+        "fontsize": 9, "labelcolor": INK, "handlelength": 1.4, "columnspacing": 1.2, "borderaxespad": 0.2,
+    }  # fmt: skip
+    ax.legend(handles, labels, **{**settings, **options})
+
+
+def band(ax: Axes, curve: dict[int, list[float]], label: str, **style: Any) -> None:
+    """Mean over seeds as a line, one standard deviation as a shade; a single seed is a line alone."""
+    if not curve:
+        return
+    x = list(curve)
+    means = np.array([np.mean(v) for v in curve.values()])
+    spread = np.array([np.std(v, ddof=1) if len(v) > 1 else 0.0 for v in curve.values()])
+    settings: dict[str, Any] = {"linewidth": 1.9, "marker": "o", "markersize": 3.2, **style}
+    ax.plot(x, means, label=label, **settings)
+    if spread.any():
+        ax.fill_between(x, means - spread, means + spread, color=settings["color"], alpha=0.16, linewidth=0)
+
+
+def whole_rounds(ax: Axes) -> None:
+    from matplotlib.ticker import MaxNLocator
+
+    ax.xaxis.set_major_locator(MaxNLocator(integer=True))
+    ax.set_xlabel("round")
+
+
+def shaded_table(ax: Axes, values: np.ndarray, rows: Sequence[str], columns: Sequence[str], form: str) -> None:
+    """A heat map whose cells are one colour at the strength of their value (0 to 1), with figures on top."""
+    from matplotlib.patches import Rectangle
+
+    bare_axes(ax)
+    strongest = max(1e-12, float(np.nanmax(values)))
+    for i, row in enumerate(values):
+        for j, value in enumerate(row):
+            strength = 0.04 + 0.96 * float(value) / max(1.0, strongest)
+            ax.add_patch(Rectangle((j - 0.48, i - 0.46), 0.96, 0.92, color=PALETTE[0], alpha=strength, linewidth=0))
+            ink = SURFACE if strength > 0.55 else INK
+            ax.text(j, i, form.format(value), ha="center", va="center", fontsize=9, color=ink)
+    ax.set(xlim=(-0.5, len(columns) - 0.5), ylim=(len(rows) - 0.5, -0.5))
+    ax.set_xticks(range(len(columns)), columns)
+    ax.set_yticks(range(len(rows)), rows)

@@ -1,0 +1,130 @@
+"""Pictures of what things cost: sparse inference, heterogeneity, bytes and seconds. Each is a picture, or None."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from fedweave.report.records import Group, RunRecord, seeds_note
+from fedweave.report.style import (
+    INK,
+    MARKERS,
+    MUTED,
+    PALETTE,
+    Picture,
+    canvas,
+    colour,
+    legend,
+    line_style,
+    whole_rounds,
+)
+
+
+def routing_trade_off(groups: Sequence[Group]) -> Picture | None:
+    """Figure 4 of the paper: score against latency of one, two and all experts."""
+    groups = [g for g in groups if g.first.experts > 1 and any((r.best or {}).get("routings") for r in g.runs)]
+    if len(groups) > 3:  # the paper's figure is about FedWeave alone
+        groups = [g for g in groups if g.first.method == "fedweave"][:3]
+    if not groups:
+        return None
+    figure, ax = canvas()
+    for i, group in enumerate(groups):
+        runs = [r.best["routings"] for r in group.runs if r.best and r.best.get("routings")]
+        points = []
+        for k, routing in enumerate(("sparse", "top2", "soft")):
+            times = [r[routing]["ms_per_prompt"] for r in runs]
+            scores = [r[routing]["score"]["macro"] for r in runs]
+            x, y = float(np.mean(times)), float(np.mean(scores))
+            points.append((x, y))
+            error = {"xerr": np.std(times, ddof=1), "yerr": np.std(scores, ddof=1)} if len(runs) > 1 else {}
+            ax.errorbar(x, y, fmt=MARKERS[k], color=colour(i), elinewidth=1, markersize=7, alpha=0.95, **error)
+            ax.annotate(routing, (x, y), (7, 6), textcoords="offset points", fontsize=9, color=INK)
+        ax.plot(*zip(*points, strict=True), color=colour(i), alpha=0.4, linewidth=1, zorder=1, label=group.label)
+    ax.set(xlabel="ms per prompt", ylabel="macro test score")
+    ax.margins(0.22)
+    if len(groups) > 1:
+        legend(ax, ncols=2)
+    caption = "One, two or all experts of the same model (the paper's Figure 4); up and left is better."
+    return Picture("sparse-trade-off", "What sparse inference costs and saves", caption, figure)
+
+
+def heterogeneity(groups: Sequence[Group]) -> list[Picture]:
+    """Figure 3 of the paper: score and loss over the Dirichlet α, one line per method."""
+    by_method: dict[str, dict[float, Group]] = {}
+    for group in groups:
+        alpha = group.first.config.get("data", {}).get("alpha")
+        if alpha is not None and group.finished():
+            by_method.setdefault(group.first.method, {})[float(alpha)] = group
+    if max((len(v) for v in by_method.values()), default=0) < 2:
+        return []
+    pictures = []
+    for kind, better in (("score", "higher"), ("loss", "lower")):
+        figure, ax = canvas()
+        for i, (method, found) in enumerate(by_method.items()):
+            alphas = sorted(a for a in found if found[a].test(kind, "macro"))
+            values = [found[a].test(kind, "macro") for a in alphas]
+            means = np.array([np.mean(v) for v in values])
+            spread = np.array([np.std(v, ddof=1) if len(v) > 1 else 0 for v in values])
+            ax.plot(alphas, means, marker=MARKERS[i % len(MARKERS)], linewidth=1.9, label=method, **line_style(i))
+            ax.fill_between(alphas, means - spread, means + spread, color=colour(i), alpha=0.16, linewidth=0)
+        ticks = sorted({a for found in by_method.values() for a in found})
+        ax.set_xscale("log")
+        ax.set_xticks(ticks, [f"{a:g}" for a in ticks])
+        ax.minorticks_off()
+        ax.set(xlabel="Dirichlet α (smaller: clients more one-sided)", ylabel=f"macro test {kind}")
+        legend(ax)
+        title = f"Heterogeneity and macro {kind}"
+        caption = f"The paper's Figure 3; {better} is better.{seeds_note(groups)}"
+        pictures.append(Picture(f"heterogeneity-{kind}", title, caption, figure))
+    return pictures
+
+
+def loss_for_bytes(groups: Sequence[Group]) -> Picture | None:
+    """What a megabyte of upload buys."""
+    shown = [g for g in groups if any("bytes_up" in e for e in g.first.rounds)]
+    if not shown:
+        return None
+    figure, ax = canvas()
+    for i, group in enumerate(shown):
+        sent, total = {0: 0.0}, 0.0
+        for event in group.first.rounds:
+            total += sum(event.get("bytes_up", {}).values()) / 1e6
+            sent[event["round"]] = total
+        curve = {t: v for t, v in group.curve("tasks", "macro").items() if t in sent}
+        ax.plot([sent[t] for t in curve], [np.mean(v) for v in curve.values()], marker="o", markersize=3.2,
+                linewidth=1.9, label=group.label, **line_style(i))  # fmt: skip
+    ax.set(xlabel="uploaded by all clients so far, MB", ylabel="macro validation loss")
+    if len(shown) > 1:
+        legend(ax, ncols=2)
+    return Picture("loss-for-bytes", "Loss for bytes", "Updates in float32, counted as they were sent.", figure)
+
+
+def time_spent(run: RunRecord) -> Picture | None:
+    """Where the seconds went."""
+    phases = (run.summary or {}).get("timing", {}).get("phases_s", {})
+    phases = {name: s for name, s in phases.items() if s > 0 and name != "round"}  # rounds hold their round
+    if not phases:
+        return None
+    figure, ax = canvas(height=1.0 + 0.34 * len(phases))
+    rows = range(len(phases))
+    ax.barh(rows, list(phases.values()), 0.62, color=PALETTE[0], alpha=0.85)
+    widest = max(phases.values())
+    for y, seconds in zip(rows, phases.values(), strict=True):
+        ax.text(seconds + 0.015 * widest, y, f"{seconds:.1f} s", va="center", fontsize=9, color=MUTED)
+    ax.set_yticks(rows, list(phases))
+    ax.set(xlim=(0, 1.18 * widest), ylim=(len(phases) - 0.4, -0.6), xlabel="seconds")
+    ax.grid(axis="y", visible=False)
+    return Picture("time", "Where the time went", "Phases of the last session of this run.", figure)
+
+
+def round_times(run: RunRecord) -> Picture | None:
+    seconds = run.progress.get("round_seconds", [])
+    if not seconds:
+        return None
+    figure, ax = canvas(height=2.4)
+    ax.bar(range(1, len(seconds) + 1), seconds, 0.7, color=PALETTE[0], alpha=0.85)
+    ax.set_ylabel("seconds")
+    whole_rounds(ax)
+    ax.grid(axis="x", visible=False)
+    return Picture("round-times", "Time of every round", "Training, validation and checkpoint.", figure)

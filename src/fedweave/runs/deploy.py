@@ -1,0 +1,74 @@
+"""A run over real sites: this process is the ServerApp, the run folder is an ordinary one."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from fedweave.config import Config, dump_config
+from fedweave.console import Console
+from fedweave.errors import UserError
+from fedweave.federation.checkpoint import write_atomic
+from fedweave.federation.flower.tasks import Runtime
+from fedweave.methods import build_method
+from fedweave.runs.folder import RunFolder
+
+OUTAGE = 30.0  # seconds for which a SuperLink may be away without ending the run
+
+
+def start(config: Config, output: Path, runtime: Runtime, console: Console) -> dict[str, Any]:
+    """A new federation, once ``federation.sites`` sites are there."""
+    from fedweave.runs.federated import new_manifest
+
+    if config.federation.sites < 1:
+        raise UserError("say how many sites must be there before alignment, as in federation.sites=3.")
+    if build_method(config).uses_labels:
+        raise UserError(f"method={config.method} is told every task label: it runs in simulations only.")
+    if output.exists():
+        raise UserError(
+            f"the run folder {output} exists; continue it with `fedweave federate --resume {output}` or choose "
+            "another output."
+        )
+    _check_files(runtime)
+    return _execute(RunFolder.create(output, config, new_manifest(config)), config, runtime, console)
+
+
+def resume(path: Path, overrides: list[str], runtime: Runtime, console: Console) -> dict[str, Any]:
+    """Continue a federation from the server's newest checkpoint; its sites know it by the manifest's name."""
+    run, config = RunFolder.open(path, overrides)
+    if config.data.source != "sites":
+        raise UserError(f"{path} is no run over sites; continue it with `fedweave resume {path}`.")
+    _check_files(runtime)
+    if overrides:
+        write_atomic(path / "config.yaml", dump_config(config))
+    return _execute(run, config, runtime, console)
+
+
+def _execute(run: RunFolder, config: Config, runtime: Runtime, console: Console) -> dict[str, Any]:
+    import httpx
+    from flwr.supercore.run import RunNotRunningException
+
+    from fedweave.federation.flower.launch import submit
+    from fedweave.federation.flower.switches import hush
+    from fedweave.federation.flower.tasks import server_task
+    from fedweave.runs.federated import federate_over, load_test
+
+    hush()
+    tester = load_test(config, console)
+    federation = json.loads((run.path / "manifest.json").read_text(encoding="utf-8"))["federation"]
+    console.say(f"run folder: {run.path}")
+    try:
+        with server_task(runtime, submit(runtime), OUTAGE) as grid:
+            return federate_over(grid, run, config, console, federation, config.federation.sites, tester)
+    except (httpx.HTTPError, RunNotRunningException) as error:
+        raise UserError(
+            f"the SuperLink at {runtime.address} is gone ({error or type(error).__name__}); start it again, then "
+            f"`fedweave federate --resume {run.path}` goes on from the last checkpoint."
+        ) from error
+
+
+def _check_files(runtime: Runtime) -> None:
+    for path in (runtime.root_certificates, runtime.secret):
+        if path is not None and not path.is_file():
+            raise UserError(f"there is no file {path}; examples/deployment/make-certificates.sh makes it.")

@@ -1,0 +1,133 @@
+"""A run whose clients are Flower nodes: the same phases, with validation at the sites."""
+
+from __future__ import annotations
+
+import math
+import time
+import uuid
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from flwr.serverapp import Grid
+
+from fedweave.backbone.encode import encode
+from fedweave.backbone.features import compute_features
+from fedweave.backbone.load import Backbone, load_backbone
+from fedweave.config import Config
+from fedweave.console import Console
+from fedweave.data.examples import Example, Task
+from fedweave.data.jsonl import read_examples
+from fedweave.errors import UserError
+from fedweave.federation.engine import InProcessEngine
+from fedweave.federation.evaluate import Loss
+from fedweave.federation.flower.engine import FlowerEngine, public
+from fedweave.methods import build_method
+from fedweave.methods.base import ServerState
+from fedweave.runs.folder import Progress, RunFolder
+from fedweave.runs.run import carry_out
+from fedweave.runs.summary import Tester, summarise
+from fedweave.runs.workspace import TestSet, held_out
+
+
+def new_manifest(config: Config) -> dict[str, Any]:
+    """A deployment's data is not listed anywhere; its sites know the federation by this name."""
+    return {"source": config.data.source, "seed": config.seed, "federation": uuid.uuid4().hex}
+
+
+def federate_over(
+    grid: Grid,
+    run: RunFolder,
+    config: Config,
+    console: Console,
+    federation: str,
+    sites: int,
+    tester: Tester | None,
+    settings: Config | None = None,
+) -> dict[str, Any]:
+    """A run over the nodes of ``grid``: a new one once ``sites`` of them are there, or the rest of an old one."""
+    console.spent.clear()
+    started = time.monotonic()
+    engine = FlowerEngine(grid, config, console, federation, settings or public(config))
+    if run.newest(Console(quiet=True)) is None:
+        engine.enrol(sites)
+    else:
+        engine.meet()
+    if tester is not None and tester.backbone.identity != engine.identity:
+        raise UserError(
+            f"the server's {tester.backbone.name} is not the sites' model; name the same files in backbone.model."
+        )
+    return carry_out(run, Sites(config, engine, tester), console, started)
+
+
+@dataclass
+class Described:
+    """As much of the backbone as a server without a model knows."""
+
+    name: str
+    fingerprint: str
+    device: torch.device
+    note: str = ""
+
+
+class Sites:
+    """The ground of a run whose clients are elsewhere."""
+
+    def __init__(self, config: Config, engine: FlowerEngine, tester: Tester | None):
+        self.config, self.engine, self.tester = config, engine, tester
+        self.backbone = Described(config.backbone.model, engine.fingerprint, engine.device)
+
+    def validate(self, state: ServerState, completed: int) -> dict[str, Any]:
+        """Every site's loss on its own examples, and their mean over all examples."""
+        losses = self.engine.losses(state, completed)
+        total = sum(losses.values(), Loss())
+        if not losses:
+            self.engine.console.warn("no site measured a validation loss; the last round counts as the best.")
+        return {
+            "loss": total.mean if losses else -float(completed),
+            "sites": {name: loss.mean for name, loss in sorted(losses.items())},
+            "router_entropy": total.mean_entropy if math.isfinite(total.mean_entropy) else None,
+        }
+
+    def labels(self) -> dict[str, Any]:
+        return {}  # sites keep their labels, and their features
+
+    def prompts(self) -> None:
+        return None
+
+    def summarise(self, run: RunFolder, progress: Progress, console: Console) -> dict[str, Any]:
+        tester = self.tester if build_method(self.config).is_whole(progress.state) else None
+        return summarise(run, self, tester, progress, console)
+
+    def close(self) -> None:
+        if self.tester is not None:
+            self.tester.engine.detach()
+
+
+@dataclass
+class ServerTest:
+    """A test set on the server, with a backbone of its own."""
+
+    config: Config
+    backbone: Backbone
+    engine: InProcessEngine
+    test: TestSet
+    tasks: dict[str, Task]
+    notes: list[str]
+
+
+def load_test(config: Config, console: Console) -> ServerTest | None:
+    """The file that ``federation.test`` names; None without one, and then the server loads no model."""
+    if config.federation.test is None:
+        return None
+    path = Path(config.federation.test).expanduser()
+    rows: list[Example] = read_examples(path) if path.is_file() else []
+    if not rows:
+        raise UserError(f"federation.test={path}: there is no such file, or it is empty.")
+    backbone = load_backbone(config.backbone)
+    rows, encoded = encode(backbone, rows, config.data.long_answers, console)
+    features = compute_features(backbone, [e.prompt for e in encoded], console)
+    tasks = {e.task: Task(e.task, e.task, "rouge", config.evaluation.max_new_tokens) for e in rows}
+    engine = InProcessEngine(backbone, [], config, console)
+    return ServerTest(config, backbone, engine, held_out(rows, encoded, features), tasks, [])

@@ -1,0 +1,89 @@
+"""progress.json: where a run stands right now, for `fedweave watch` and a report that refreshes itself.
+
+It holds clock times, which no two runs share, so it is kept apart from everything that resuming compares. A run
+that cannot write it goes on without it.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import time
+from pathlib import Path
+from typing import Any
+
+NAME = "progress.json"
+_PAUSE = 1.0  # seconds between two writes
+
+
+class LiveProgress:
+    """The writer's side: one small file, replaced at most once a second."""
+
+    def __init__(self, folder: Path, rounds: int):
+        self.path = folder / NAME
+        self.rounds = rounds
+        self.round_seconds: list[float] = []
+        self._phase: dict[str, Any] = {}
+        self._written = 0.0
+        self._round_began = time.monotonic()
+
+    def begin_rounds(self, completed: int) -> None:
+        """Training starts, or goes on after ``completed`` rounds; their times are remembered."""
+        earlier = read_progress(self.path.parent).get("round_seconds", [])
+        self.round_seconds = earlier[:completed] if completed else []
+        self._round_began = time.monotonic()
+        self._write("running")
+
+    def phase(self, label: str, done: int, total: int) -> None:
+        self._phase = {"label": label, "done": done, "total": total}
+        if time.monotonic() - self._written > _PAUSE:
+            self._write("running")
+
+    def round_done(self) -> None:
+        now = time.monotonic()
+        self.round_seconds.append(round(now - self._round_began, 3))
+        self._round_began = now
+        self._write("running")
+
+    def finish(self) -> None:
+        self._write("finished")
+
+    def _write(self, state: str) -> None:
+        self._written = time.monotonic()
+        content = {
+            "state": state,
+            "pid": os.getpid(),
+            "host": socket.gethostname(),
+            "updated": time.time(),
+            "phase": self._phase,
+            "rounds": self.rounds,
+            "round_seconds": self.round_seconds,
+        }
+        partial = self.path.with_name(f".{NAME}.partial")
+        try:
+            partial.write_text(json.dumps(content), encoding="utf-8")
+            os.replace(partial, self.path)
+        except OSError:  # a full disk will be reported by what matters
+            partial.unlink(missing_ok=True)
+
+
+def read_progress(folder: Path) -> dict[str, Any]:
+    """The reader's side: empty when there is none. A process that is gone turns "running" into "stopped"."""
+    try:
+        content = json.loads((folder / NAME).read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    if content["state"] == "running" and content["host"] == socket.gethostname() and not _alive(content["pid"]):
+        content["state"] = "stopped"
+    return content
+
+
+def _alive(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        return True
+    return True

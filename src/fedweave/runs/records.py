@@ -1,0 +1,99 @@
+"""What a run writes down for its readers: how discovery went, a map of prompts, who did what in a round.
+
+Labels only sort what is written here; nothing in this file is read back by a method.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+import numpy as np
+import torch
+
+from fedweave.evaluation.audit import alignment_audit, per_task
+from fedweave.experts.dropout import stream_key
+from fedweave.federation.intake import RoundReport
+from fedweave.runs.workspace import TestSet, Workspace
+
+MAPPED = 1000  # prompts on the map
+AXES = 16  # principal axes kept of each
+
+
+def round_record(report: RoundReport) -> dict[str, Any]:
+    """One round: losses, tokens, upload, and how each client agreed with the others."""
+    cosines = report.agreement.cosines() if report.agreement else {}
+    names = {client.index: client.name for client in report.participants}
+    return {
+        "train_loss": report.train_loss,
+        "tokens": report.tokens,
+        "participants": list(names.values()),
+        "refused": [{"client": name, "reason": reason} for name, reason in report.refused],
+        "clipped": report.clipped,
+        "bytes_up": report.bytes_up,  # by client
+        "bytes_down": report.bytes_down,  # each participant
+        "client_losses": dict(sorted(report.losses.items())),
+        "agreement": {names[index]: cosine for index, cosine in cosines.items()},
+    }
+
+
+def validation_record(losses: torch.Tensor, weights: torch.Tensor, held: TestSet) -> dict[str, Any]:
+    """Losses [n] by task, and how the router spreads the prompts: its weights are [n, M]."""
+    entropy = -(weights.clamp(min=1e-12).log() * weights).sum(1).mean().item()
+    experts = weights.shape[1]
+    chosen = torch.bincount(weights.argmax(1), minlength=experts) / len(weights)
+    return {
+        "loss": losses.mean().item(),
+        "tasks": per_task(losses, held.labels),
+        "router_entropy": entropy,
+        "expert_load": chosen.tolist(),  # share of prompts that sparse routing sends to each
+        "expert_weight": weights.mean(0).tolist(),
+    }
+
+
+def label_record(workspace: Workspace) -> dict[str, Any]:
+    """What only labels can tell, for discovery.json: every bucket's tasks, and how buckets and experts met them."""
+    clients, labels = workspace.engine.clients, workspace.client_labels
+    record: dict[str, Any] = {
+        "bucket_tasks": {
+            c.name: [dict(Counter(truth[i] for i in bucket)) for bucket in c.buckets]
+            for c, truth in zip(clients, labels, strict=True)
+        }
+    }
+    if len(workspace.tasks) > 1:
+        record["audit"] = alignment_audit([c.buckets for c in clients], [c.assignment for c in clients], labels)
+    return record
+
+
+def prompt_map(workspace: Workspace) -> dict[str, Any]:
+    """embedding.json: a sample of the training prompts on their principal axes, with bucket, expert and task.
+
+    Features are standardised channel by channel, as discovery does within a client. One small eigenproblem; a
+    picture is made of it only when somebody asks for a report.
+    """
+    clients = workspace.engine.clients
+    rows = [(i, j) for i, client in enumerate(clients) for j in range(len(client))]
+    rng = np.random.default_rng(stream_key("prompt map", workspace.config.seed))
+    chosen = sorted(rng.permutation(len(rows))[:MAPPED].tolist())
+    picked = [rows[k] for k in chosen]
+    points = np.stack([clients[i].data.features[j].float().numpy() for i, j in picked]).astype(np.float64)  # [n, d]
+    points = (points - points.mean(0)) / (points.std(0) + 1e-6)
+    # principal coordinates from the [n, n] products: n is bounded, the width d is not
+    values, vectors = np.linalg.eigh(points @ points.T)  # ascending
+    values, vectors = values[::-1].clip(min=0.0), vectors[:, ::-1]
+    coordinates = (vectors * np.sqrt(values))[:, :AXES]
+    bucket_of = []
+    for client in clients:
+        labels = np.zeros(len(client), dtype=int)
+        for c, members in enumerate(client.buckets):
+            labels[members] = c
+        bucket_of.append(labels)
+    buckets = [int(bucket_of[i][j]) for i, j in picked]
+    return {
+        "explained": (values[:AXES] / max(values.sum(), 1e-12)).round(4).tolist(),
+        "points": coordinates.round(3).tolist(),
+        "clients": [clients[i].name for i, _ in picked],
+        "buckets": buckets,
+        "experts": [clients[i].assignment[c] for (i, _), c in zip(picked, buckets, strict=True)],
+        "tasks": [workspace.client_labels[i][j] for i, j in picked],
+    }

@@ -1,0 +1,57 @@
+"""``engine=flower`` without a deployment: the clients are Flower's simulated nodes, in Ray's processes."""
+
+from __future__ import annotations
+
+import logging
+import os
+from typing import Any
+
+from fedweave.console import Console
+from fedweave.errors import UserError
+from fedweave.federation.flower.switches import OUTBOUND_OFF
+from fedweave.runs.folder import RunFolder
+from fedweave.runs.workspace import Prepared
+
+
+def simulate(run: RunFolder, prepared: Prepared, console: Console) -> dict[str, Any]:
+    """The run over as many simulated nodes as there are clients; tested here, where the test set is."""
+    for name, value in OUTBOUND_OFF.items():
+        os.environ.setdefault(name, value)
+    try:
+        import ray  # noqa: F401
+        from flwr.app import Context
+        from flwr.serverapp import Grid, ServerApp
+        from flwr.simulation import run_simulation
+    except ImportError:
+        raise UserError("engine=flower needs Flower and Ray: pip install 'fedweave[simulation]'.") from None
+    from fedweave.federation.flower.client_app import app as client_app
+    from fedweave.runs.federated import federate_over
+
+    workspace = prepared.build(console)
+    if workspace.config.method == "oracle":
+        workspace.reveal_labels()
+    nodes = len(prepared.data.clients)
+    outcome: list[dict[str, Any] | Exception] = []
+    server_app = ServerApp()
+
+    @server_app.main()
+    def main(grid: Grid, context: Context) -> None:
+        try:
+            outcome.append(
+                federate_over(
+                    grid, run, prepared.config, console, str(run.path.resolve()), nodes, workspace, prepared.config
+                )
+            )
+        except Exception as error:  # Flower would end the process; the caller decides
+            outcome.append(error)
+
+    logging.getLogger("flwr").setLevel(logging.ERROR)
+    gpus = 1.0 if workspace.backbone.device.type == "cuda" else 0.0
+    resources: Any = {"num_cpus": max(1, (os.cpu_count() or 1) // 2), "num_gpus": gpus}
+    run_simulation(server_app, client_app, nodes, backend_config={"client_resources": resources})
+    result = (
+        outcome[0] if outcome else UserError("the simulation ended without a result; see Flower's lines above.")
+    )
+    if isinstance(result, Exception):
+        raise result
+    return result

@@ -1,0 +1,180 @@
+"""Costs: the paper's own figures to the digit, from configurations alone, and counts that real runs confirm."""
+
+import json
+import shutil
+
+import pytest
+import torch
+
+from fedweave.analysis.budget import PAYLOADS, predict, trained_parameters, training_memory
+from fedweave.analysis.shapes import model_shape
+from fedweave.analysis.spent import run_costs
+from fedweave.cli import main
+from fedweave.config import load_config
+from fedweave.errors import UserError
+from fedweave.methods import METHODS, build_method
+from tests.methods.conftest import config, make_engine, with_method  # noqa: F401
+
+PAPER = load_config("paper")
+TABLE_5 = {  # millions: FedIT, FFA-LoRA, FedSA-LoRA, FedLEASE, FedWeave
+    "meta-llama/Llama-3.2-3B": (9.18, 3.67, 9.18, 15.48, 10.75),
+    "google/gemma-2-2b": (6.39, 2.56, 6.39, 11.12, 7.57),
+}
+
+
+@pytest.fixture(scope="module")
+def llama():
+    return model_shape("meta-llama/Llama-3.2-3B")
+
+
+@pytest.mark.parametrize("model", TABLE_5)
+def test_table_5_to_the_digit(model):
+    budget = predict(model_shape(model), PAPER)
+    names = ("fedit", "ffa-lora", "fedsa-lora", "fedlease", "fedweave")
+    assert tuple(round(budget.methods[n].trainable / 1e6, 2) for n in names) == TABLE_5[model]
+    assert [budget.methods[n].rank for n in names] == [32, 32, 32, 8, 8]
+    assert [budget.methods[n].routers for n in names] == [0, 0, 0, 4, 1]
+
+
+def test_appendix_b_to_the_digit(llama):
+    budget = predict(llama, PAPER)
+    once = budget.discovery
+    assert once.signature_numbers == 917_504 and f"{once.signature_bytes / 2**20:.2f}" == "3.50"
+    assert once.client_bytes == 4 * once.signature_bytes
+    assert (once.warmup_steps, once.training_steps, once.warmup_ratio) == (40, 200, 0.2)  # C_i / 20
+    assert predict(llama, PAPER, buckets=7).discovery.warmup_ratio == 7 / 20
+    assert llama.parameters == 3_212_749_824  # what the hub says of the real checkpoint
+
+
+def test_what_a_client_sends_and_receives(llama):
+    budget = predict(llama, PAPER, served=2, precision="bfloat16")
+    fedweave, router = budget.methods["fedweave"], 1_575_428
+    assert fedweave.down == fedweave.trainable == 9_175_040 + router
+    assert fedweave.up == 9_175_040 // 2 + router  # inactive experts are omitted
+    assert budget.round_bytes("fedweave") == (2 * fedweave.up, 4 * fedweave.down)  # broadcasts are float32
+    # 28 layers of rank 32: B is out q 3072 + out v 1024, A twice the width
+    assert budget.methods["ffa-lora"].up == 28 * 32 * 4096
+    assert budget.methods["fedsa-lora"].up == 28 * 32 * 6144
+    assert budget.methods["fedlease"].up == 9_175_040 // 4 + router
+    assert budget.methods["local-only"].up == budget.methods["local-only"].down == 0
+
+
+def test_every_method_trains_what_its_budget_says(config, backbone, model_folder):  # noqa: F811
+    shape = model_shape(str(model_folder("llama")))
+    assert set(PAYLOADS) == set(METHODS)
+    for name in METHODS:
+        if name == "oracle":  # needs its labels revealed
+            continue
+        chosen = with_method(config, name)
+        engine, method = make_engine(chosen, backbone), build_method(chosen)
+        state = method.prepare(engine)
+        engine.detach()
+        payload = predict(shape, chosen, experts=state.layout.experts).methods[name]
+        trained = torch.zeros(state.layout.size, dtype=torch.bool)
+        routers = 0
+        for lane in (method.lane(client, state, 0) for client in engine.clients):
+            trained |= lane.trainable if lane.trainable is not None else torch.ones_like(trained)
+            routers = state.phi.numel() if state.phi is not None and lane.train_router else 0
+        assert payload.trainable == int(trained.sum()) + routers, name
+        assert payload.trainable == trained_parameters(name, state.layout, state.router), name
+
+
+def test_a_new_method_is_taken_to_send_everything(llama, monkeypatch):
+    monkeypatch.setitem(METHODS, "mine", METHODS["fedweave"])
+    mine = predict(llama, load_config("paper", ["method=mine"]), served=1).methods["mine"]
+    assert mine.up == mine.down == mine.trainable == 9_175_040 + 1_575_428
+
+
+def test_memory_counts_weights_states_and_activations(llama):
+    memory = training_memory(llama, trained=10, lanes=3, tokens=2, element_size=2)
+    assert memory["backbone"] == 2 * llama.parameters and memory["clients"] == 3 * 10 * 24
+    assert memory["activations"] == 2 * 2 * 28 * (12 * 3072 + 4 * 8192)
+    assert training_memory(llama, 10, 3, 2, 4)["clients"] == 3 * 10 * 20
+
+
+def test_an_unknown_precision_or_module_is_one_sentence(llama):
+    with pytest.raises(UserError, match="did you mean 'float32'"):
+        predict(llama, PAPER, precision="flaot32")
+    with pytest.raises(UserError, match="'query' matches no layer of meta-llama"):
+        predict(llama, load_config("paper", ["experts.target_modules=query"]))
+
+
+# -------------------------------------------------------------------------------------- the verb
+
+
+def says(capsys, *argv: str) -> str:
+    capsys.readouterr()
+    assert main(["budget", *argv]) == 0
+    return capsys.readouterr().out
+
+
+def test_the_verb_prints_table_5_for_both_backbones(capsys):
+    shown = says(capsys, *TABLE_5)
+    for i, name in enumerate(("fedit", "ffa-lora", "fedsa-lora", "fedlease", "fedweave")):
+        # later tables repeat a method's name; the first has one column of millions for each model
+        first = next(line.split() for line in shown.splitlines() if line.split()[:1] == [name])
+        assert first[-2:] == [f"{TABLE_5[m][i]:.2f}" for m in TABLE_5]
+    assert "3.50 MiB a bucket" in shown and "20.0%" in shown
+
+
+def test_settings_change_the_budget(capsys, model_folder):
+    one = json.loads(says(capsys, "paper", "experts=1", "precision=int8", "buckets=2", "rank=4", "--json"))[0]
+    assert one["methods"]["fedweave"]["experts"] == 1 and one["methods"]["fedweave"]["rank"] == 4
+    assert one["methods"]["fedit"]["up_bytes"] == 9_175_040 + 9_175_040 // 256 * 4  # with a scale for every 256
+    assert one["discovery"]["warmup_ratio"] == 0.1
+    tiny = json.loads(says(capsys, str(model_folder("gemma2")), "--json"))[0]
+    # 2 layers, rank 32: in 32 and 32, out 4·8 and 2·8
+    assert tiny["methods"]["fedit"]["trainable"] == 2 * 32 * (32 + 32 + 32 + 16)
+
+
+def test_a_runs_costs_stand_beside_their_prediction(tiny_run, capsys):
+    folder = tiny_run()
+    assert "peak memory" in says(capsys, str(folder))
+    rows = {row["what"]: row for row in json.loads(says(capsys, str(folder), "--json"))[1:]}
+    summary = json.loads((folder / "summary.json").read_text())
+    trained = rows["trained parameters"]
+    assert trained["predicted"] == trained["measured"] == summary["trained_parameters"] > 0
+    tokens = rows["tokens trained on"]
+    assert 0.4 < tokens["measured"] / tokens["predicted"] <= 1.2  # small buckets give smaller batches
+    assert (
+        rows["peak memory"]["measured"] > rows["peak memory"]["predicted"] > 0
+    )  # a process holds more than tensors
+    assert rows["total time"]["measured"] == summary["timing"]["total_s"]
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        (["paper", "experts=0"], "experts must be a number of at least 1"),
+        (["paper", "experts=2.5"], "experts must be a whole number"),
+        (["paper", "served=9"], "served cannot exceed experts"),
+        (["paper", "precison=int8"], "unknown config key 'precison'"),
+        (["./nowhere"], "./nowhere is no run, recipe, model folder or .gguf file"),
+        (["gone.gguf"], "there is no such GGUF file"),
+    ],
+)
+def test_mistakes_are_one_sentence(argv, message, capsys):
+    assert main(["budget", *argv]) == 2
+    error = capsys.readouterr().err
+    assert message in error and error.count("\n") == 1
+
+
+def test_counted_bytes_stand_beside_their_prediction(tiny_run, tmp_path):
+    """An engine that counts what it sends logs bytes_up per client and bytes_down per participant."""
+    folder = shutil.copytree(tiny_run(), tmp_path / "run")
+    events = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    for event in events:
+        if event["event"] == "round":
+            event |= {"bytes_up": {"client_0": 7, "client_1": 5}, "bytes_down": 10}
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(event) + "\n" for event in events))
+    rows = {row.what: row for row in run_costs(folder).spent}
+    assert rows["sent by clients"].measured == 3 * 12 and rows["sent to clients"].measured == 3 * 3 * 10
+    # three clients receive everything in three rounds; they send only the experts that they serve
+    budget = run_costs(folder).budget
+    assert rows["sent to clients"].predicted == 9 * budget.round_bytes("fedweave")[1]
+    assert 0 < rows["sent by clients"].predicted <= 9 * budget.round_bytes("fedweave")[0]
+
+
+def test_a_run_takes_no_other_settings(tiny_run, capsys):
+    assert main(["budget", str(tiny_run()), "experts=3"]) == 2
+    assert "stands alone" in capsys.readouterr().err

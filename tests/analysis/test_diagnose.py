@@ -1,0 +1,135 @@
+"""Diagnosis of real (tiny) runs: what it measures agrees with the run, and it refuses what it cannot know."""
+
+import json
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+
+from fedweave.analysis.diagnose import diagnose
+from fedweave.analysis.gradients import GradientMeter
+from fedweave.analysis.subject import open_subject
+from fedweave.cli import main
+from fedweave.config import Config
+from fedweave.console import Console
+from fedweave.errors import UserError
+from fedweave.federation.engine import InProcessEngine
+from fedweave.router.mlp import RouterLayout
+from tests.helpers import make_lanes
+
+QUIET = Console(quiet=True)
+
+
+@pytest.fixture(scope="module")
+def diagnosed(tiny_run):
+    return diagnose(tiny_run(), QUIET, clients=2)
+
+
+def test_everything_is_measured_and_written(diagnosed, tiny_run):
+    assert json.loads((tiny_run() / "diagnostics.json").read_text()) == diagnosed
+    assert diagnosed["refused"] == {} and set(diagnosed["patterns"]) == {"edit", "sum", "mood", "choice"}
+    assert diagnosed["sample"]["clients"] == ["client_0", "client_1"] and diagnosed["sample"]["of_clients"] == 3
+
+
+def test_the_theorems_hold_on_a_real_model(diagnosed):
+    assert all(part["bound_holds"] for part in diagnosed["conflict"].values())
+    assert all(row["lemma_holds"] for row in diagnosed["contamination"]["rounds"].values())
+    for paths in diagnosed["router_paths"]["clients"].values():
+        assert paths["first_step_ratio"] == pytest.approx(1.0, rel=1e-4) and paths["heterogeneity"] > 0
+        assert paths["consensus_bound_holds"]
+    risks = [c["sparse"] for c in diagnosed["routing_risk"]["clients"].values() if "sparse" in c]
+    assert len(risks) == 2 and all(risk["chain_holds"] for risk in risks)
+
+
+def test_routed_weight_sums_to_what_the_router_says(diagnosed, tiny_run):
+    """One expert's mean weight, from the router's own output and the schedule, without the [U, K, M] table."""
+    subject = open_subject(tiny_run(), "best", QUIET)
+    expected = np.zeros(subject.state.layout.experts)
+    counts = np.stack([c.counts(len(expected), subject.step_budget(c)).numpy() for c in subject.clients])
+    for client, row in zip(subject.clients, counts / counts.sum(0).clip(min=1), strict=True):
+        gates = subject.gates(client, subject.state)
+        budget = subject.step_budget(client)
+        drawn = sum(n * gates[b].mean(0) for n, b in zip(budget, client.buckets, strict=True)) / sum(budget)
+        expected += row * drawn
+    by_round = diagnosed["effective_budget"]["weight_by_round"]
+    assert by_round[str(diagnosed["round"])] == pytest.approx(expected.tolist(), rel=1e-5)
+
+
+def test_gradients_are_those_of_finite_differences(backbone):
+    engine = InProcessEngine(backbone, [], Config(), QUIET)
+    layout, router = engine.layout(rank=2, experts=2), RouterLayout(backbone.width, 8, 2)
+    lane = make_lanes(backbone, layout, router, clients=1, steps=2)[0]
+    meter = GradientMeter(engine, layout, router)
+    found = meter([lane])
+    for name, size in (("theta", layout.size), ("phi", router.size)):
+        direction = torch.nn.functional.normalize(
+            torch.randn(size, generator=torch.Generator().manual_seed(1)), dim=0
+        )
+        losses = []
+        for sign in (1, -1):
+            moved = replace(lane, **{name: getattr(lane, name) + sign * 1e-2 * direction})
+            losses.append(float(meter([moved]).losses[0]))
+        slope = (losses[0] - losses[1]) / 2e-2
+        assert float(getattr(found, name)[0] @ direction) == pytest.approx(slope, rel=0.02, abs=2e-4)
+    engine.detach()
+
+
+def test_own_data_without_labels_gets_what_needs_none(unlabelled_run, capsys):
+    assert main(["diagnose", str(unlabelled_run), "--clients", "1"]) == 0
+    found = json.loads((unlabelled_run / "diagnostics.json").read_text())
+    assert set(found["refused"]) == {"conflict", "contamination", "routing_risk"}
+    assert "router_paths" in found and "effective_budget" in found
+    assert capsys.readouterr().out.count("needs task labels") == 3
+
+
+def test_single_adapter_runs_have_conflict_alone(tiny_run):
+    found = diagnose(tiny_run("method=fedit"), QUIET, clients=2)
+    assert set(found["refused"]) == {"contamination", "effective_budget", "router_paths", "routing_risk"}
+    assert set(found["conflict"]) == {"fresh_adapter", "experts"}
+
+
+def test_client_level_methods_are_diagnosed_with_their_own_units(tiny_run):
+    found = diagnose(tiny_run("method=fedlease"), QUIET, clients=2)
+    assert found["router_paths"]["clients"] == {}  # one bucket per client: nothing to interleave
+    last = found["contamination"]["rounds"][str(found["rounds"])]
+    assert last["lemma_holds"]
+
+
+def test_whole_uploads_are_those_of_the_ablation_without_prototype_experts(tiny_run):
+    found = diagnose(tiny_run("method=without-prototype-expert"), QUIET, clients=1)
+    for row in found["contamination"]["rounds"].values():
+        assert row["chi"] == pytest.approx(row["client"])
+
+
+def test_an_oracle_routes_without_any_risk(tiny_run):
+    found = diagnose(tiny_run("method=oracle", "evaluation.scores=false"), QUIET, clients=1)
+    now = found["contamination"]["rounds"][str(found["round"])]
+    assert max(now["chi"]) < 1e-6 and found["contamination"]["clean"]
+    assert found["routing_risk"]["margin_risk"] == 0 and found["routing_risk"]["deficit"] < 1e-6
+
+
+def test_diagnosis_leaves_the_run_as_it_was(tiny_run):
+    folder = tiny_run()
+
+    def contents():
+        return {p: p.read_bytes() for p in folder.rglob("*") if p.is_file() and p.name != "diagnostics.json"}
+
+    before = contents()
+    diagnose(folder, QUIET, clients=1, which="last")
+    assert contents() == before
+
+
+@pytest.mark.parametrize("argument", ["--clients", "--batches"])
+def test_a_sample_of_nothing_is_refused(tiny_run, argument, capsys):
+    assert main(["diagnose", str(tiny_run()), argument, "0"]) == 2
+    assert "must be at least 1" in capsys.readouterr().err
+
+
+def test_nothing_at_all_to_diagnose_is_one_sentence(tiny_run, unlabelled_run):
+    import yaml
+
+    path = yaml.safe_load((unlabelled_run / "config.yaml").read_text())["data"]["path"]
+    folder = tiny_run("data.source=jsonl", f"data.path={path}", "evaluation.scores=false", "method=fedit")
+    with pytest.raises(UserError, match="there is nothing to diagnose"):
+        diagnose(folder, QUIET, clients=1)

@@ -1,0 +1,142 @@
+"""A real federation on loopback: the example scripts, a SuperLink with TLS and node keys, sites as processes."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import yaml
+
+from fedweave.data.sample import make_sample
+
+SCRIPTS = Path(__file__).parents[3] / "examples" / "deployment"
+SITES = ("north", "south", "west")
+SMALL = [
+    "experts.rank=4", "experts.dropout=0.1", "discovery.max_buckets=4", "discovery.warmup_steps=2",
+    "discovery.restarts=2", "training.local_steps=3", "training.batch_size=4", "router.hidden=16",
+    "router.warm_start.enabled=false", "evaluation.max_new_tokens=4", "evaluation.scores=false",
+    "backbone.device=cpu", "backbone.max_length=128", "alignment.max_experts=3",
+]  # fmt: skip
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+def wait_for(condition, seconds: float, what: str):
+    end = time.monotonic() + seconds
+    while time.monotonic() < end:
+        if found := condition():
+            return found
+        time.sleep(0.1)
+    raise AssertionError(f"{what} did not happen within {seconds} s")
+
+
+class Deployment:
+    """Processes of one federation; ``stop`` ends every one that it started."""
+
+    def __init__(self, folder: Path, model: Path, sites: tuple[str, ...] = SITES):
+        self.folder, self.model, self.port = folder, model, free_port()
+        self.keys, self.processes = folder / "keys", {}
+        self.environment = {
+            **os.environ, "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}", "OMP_NUM_THREADS": "1",
+            "PYTHONPATH": os.pathsep.join(p for p in sys.path if p), "TOKENIZERS_PARALLELISM": "false",
+        }  # fmt: skip
+        subprocess.run([SCRIPTS / "make-certificates.sh", self.keys, "127.0.0.1", *sites], check=True)
+        pools, _ = make_sample(40, 7)
+        rows = [
+            {"prompt": e.prompt, "response": e.response}
+            for group in zip(*pools.values(), strict=True)
+            for e in group
+        ]
+        self.data = folder / "data"
+        self.data.mkdir()
+        for i, site in enumerate(sites):
+            self.write(self.data / f"{site}.jsonl", rows[i * 36 : (i + 1) * 36])
+            self.describe(site, self.data / f"{site}.jsonl")
+        self.write(self.data / "test.jsonl", rows[150:160])
+
+    @staticmethod
+    def write(path: Path, rows: list[dict]) -> None:
+        path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+    def describe(self, site: str, data: Path, name: str | None = None) -> Path:
+        path = self.keys / site / "site.yaml"
+        path.write_text(yaml.safe_dump({
+            "name": name or site, "data": str(data), "backbone": {"model": str(self.model), "device": "cpu"},
+            "superlink": {
+                "address": f"127.0.0.1:{self.port}", "root_certificates": "ca.crt", "private_key": "site.key",
+                "port": free_port(),
+            },
+        }))  # fmt: skip
+        return path
+
+    # ---------------------------------------------------------------------------------- processes
+
+    def spawn(self, name: str, *command: object) -> subprocess.Popen:
+        log = open(self.folder / f"{name}.log", "ab")  # noqa: SIM115
+        process = subprocess.Popen(
+            [str(part) for part in command], env=self.environment, stdout=log, stderr=log, start_new_session=True
+        )
+        log.close()
+        self.processes[name] = process
+        return process
+
+    def log(self, name: str) -> str:
+        return (self.folder / f"{name}.log").read_text(errors="replace")
+
+    def superlink(self) -> None:
+        self.spawn("superlink", SCRIPTS / "superlink.sh", self.keys / "server", "127.0.0.1", self.port)
+        wait_for(lambda: "Uvicorn running" in self.log("superlink"), 60, "the SuperLink's start")
+
+    def register(self, *sites: str) -> None:
+        address = f"127.0.0.1:{self.port}"
+        command = [SCRIPTS / "register.sh", self.keys / "server", address, *sites]
+        subprocess.run(command, env=self.environment, check=True, capture_output=True)
+
+    def site(self, name: str) -> subprocess.Popen:
+        return self.spawn(name, *self.fedweave("site", "start", self.keys / name / "site.yaml"))
+
+    @staticmethod
+    def fedweave(*arguments: object) -> list[str]:
+        return [sys.executable, "-m", "fedweave.cli", *map(str, arguments)]
+
+    def federate(self, name: str, *arguments: object) -> subprocess.Popen:
+        server = self.keys / "server"
+        access = ["--root-certificates", server / "ca.crt", "--secret", server / "federate.secret"]
+        return self.spawn(
+            name, *self.fedweave("federate", *arguments, "--superlink", f"127.0.0.1:{self.port}", *access)
+        )
+
+    def finish(self, process: subprocess.Popen, name: str, seconds: float) -> None:
+        assert process.wait(seconds) == 0, self.log(name)
+
+    def kill(self, name: str) -> None:
+        """kill -9, with everything that it started."""
+        process = self.processes.pop(name)
+        os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+
+    def stop(self) -> None:
+        for process in self.processes.values():
+            if process.poll() is None:
+                os.killpg(process.pid, signal.SIGTERM)
+        for process in self.processes.values():
+            try:
+                process.wait(10)
+            except subprocess.TimeoutExpired:
+                os.killpg(process.pid, signal.SIGKILL)
+
+
+def events(run: Path, kind: str) -> list[dict]:
+    path = run / "metrics.jsonl"
+    lines = path.read_text().splitlines() if path.exists() else []
+    return [event for event in map(json.loads, lines) if event["event"] == kind]

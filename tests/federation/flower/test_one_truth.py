@@ -1,0 +1,48 @@
+"""The same config and seed give the same model, whether clients are in this process or behind Flower's messages."""
+
+import pytest
+import torch
+
+from fedweave.config import from_tree
+from fedweave.methods import METHODS
+from fedweave.settings import to_tree
+from tests.federation.flower.conftest import Federation
+from tests.methods.conftest import make_engine, run, with_method
+
+
+def changed(config, method="fedweave", **training):
+    tree = to_tree(with_method(config, method))
+    tree["training"] |= {"rounds": 2, **training}
+    tree["federation"] |= {"patience": 5.0, "deadline": 5.0}
+    return from_tree(tree)
+
+
+@pytest.mark.parametrize("method", [m for m in METHODS if m not in ("oracle", "local-only", "fedsa-lora")])
+def test_flower_gives_the_experts_and_router_of_the_in_process_run(method, config, backbone, models):
+    config = changed(config, method)
+    _, expected = run(config, make_engine(config, backbone))
+    federation = Federation(config, models)
+    _, final, reports = federation.run()
+    assert all(len(report.accepted) == 3 for report in reports) and "warning" not in federation.said
+    assert (final.theta - expected.theta).abs().max() <= 2e-5
+    if expected.phi is not None:
+        assert (final.phi - expected.phi).abs().max() <= 2e-5
+
+
+@pytest.mark.parametrize("method", ["fedsa-lora", "local-only"])
+def test_what_clients_keep_is_the_same_and_stays_at_the_sites(method, config, backbone, models):
+    config = changed(config, method, participation=2)  # somebody sits every round out
+    _, expected = run(config, make_engine(config, backbone))
+    federation = Federation(config, models)
+    _, final, _ = federation.run()
+    assert final.private is None
+    is_b = final.layout.is_b
+    for site, private in zip(federation.sites, expected.private, strict=True):
+        kept = is_b if method == "fedsa-lora" else torch.ones_like(is_b)
+        own = site._seat[1].client.own
+        assert own is None or (own - private)[kept].abs().max() <= 2e-5
+    if method == "fedsa-lora":
+        assert (final.theta - expected.theta)[~is_b].abs().max() <= 2e-5
+    up = [letter for way, _, letter in federation.grid.sent if way == "up" and "losses" in letter.facts]
+    sent = sum(array.size for letter in up for array in letter.arrays.values())
+    assert sent == (4 * int((~is_b).sum()) if method == "fedsa-lora" else 0)

@@ -1,0 +1,18 @@
+"""`engine=flower`: the simulated clients as Flower nodes in Ray's processes."""
+
+import pytest
+
+from fedweave.cli import main
+from fedweave.federation.checkpoint import load_checkpoint
+
+
+@pytest.mark.slow
+def test_a_flower_simulation_gives_the_in_process_model_and_resumes(tmp_path, small):
+    runs = {engine: tmp_path / engine for engine in ("in-process", "flower")}
+    for engine, run in runs.items():
+        settings = [*small, "training.rounds=2", f"engine={engine}", f"output={run}"]
+        assert main(["run", "quickstart", *settings, "--quiet"]) == 0
+        assert main(["resume", str(run), "training.rounds=3", "--quiet"]) == 0
+    ours, theirs = (load_checkpoint(run / "checkpoints" / "round-0003")[0] for run in runs.values())
+    for name in ("theta", "phi"):
+        assert (ours[name] - theirs[name]).abs().max() <= 2e-5

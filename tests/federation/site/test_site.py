@@ -1,0 +1,83 @@
+"""`fedweave site`: a site's file, its check, and one sentence for whatever is wrong with it."""
+
+import json
+
+import pytest
+import yaml
+
+from fedweave.cli import main
+
+SMALL = ["experts.rank=4", "discovery.max_buckets=3", "discovery.restarts=2", "router.hidden=8",
+         "backbone.max_length=128"]  # fmt: skip
+
+
+@pytest.fixture
+def site(tmp_path, model_folder):
+    """Call with changes to get a site file; the site has 40 rows of two patterns."""
+    rows = [{"prompt": f"Add {i} and {i}.", "response": str(2 * i)} for i in range(20)]
+    rows += [{"prompt": f"Which letter is number {i} of the list?", "response": "abc"[i % 3]} for i in range(20)]
+    (tmp_path / "data.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+    def make(**changes):
+        tree = {
+            "name": "north", "data": "data.jsonl", "superlink": {"insecure": True},
+            "backbone": {"model": str(model_folder("llama")), "device": "cpu"}, **changes,
+        }  # fmt: skip
+        path = tmp_path / "site.yaml"
+        path.write_text(yaml.safe_dump(tree))
+        return path
+
+    return make
+
+
+@pytest.mark.parametrize("method", ["fedweave", "fedlease", "fedsa-lora"])
+def test_check_shows_what_would_leave_and_leaves_nothing_behind(site, tmp_path, capsys, method):
+    path = site()
+    assert main(["site", "check", str(path), "quickstart", *SMALL, f"method={method}", "--quiet"]) == 0
+    shown = capsys.readouterr().out
+    assert "site north: ready" in shown and "36 rows to train on, 4 to validate on" in shown
+    steps = {line.split()[0] for line in shown.splitlines()[8:] if line.strip()}
+    assert {"hello", "discover", "train", "evaluate"} <= steps
+    assert ("warm" in steps) == (method == "fedweave") and ("start" in steps) == (method != "fedsa-lora")
+    assert "Add 3" not in shown and sorted(p.name for p in tmp_path.iterdir()) == ["data.jsonl", "site.yaml"]
+
+
+@pytest.mark.parametrize(
+    ("changes", "sentence"),
+    [
+        ({"name": ""}, "name must be letters, digits"),
+        ({"data": "nothing.jsonl"}, "there is no file"),
+        ({"dta": "x"}, "did you mean"),
+        ({"superlink": {}}, "needs root_certificates and private_key"),
+        ({"backbone": {"model": "nowhere/nothing", "device": "cpu"}}, "nowhere/nothing"),
+        ({"backbone": {"device": "cuda:77"}}, "backbone.device"),
+    ],
+)
+def test_a_broken_site_is_one_sentence(site, capsys, changes, sentence):
+    assert main(["site", "check", str(site(**changes)), "quickstart", *SMALL, "--quiet"]) == 2
+    said = capsys.readouterr().err
+    assert sentence in said and len(said.strip().splitlines()) == 1
+
+
+def test_a_malformed_row_is_named(site, tmp_path, capsys):
+    path = site()
+    with open(tmp_path / "data.jsonl", "a") as out:
+        out.write('{"prompt": "x"}\n')
+    assert main(["site", "check", str(path), "quickstart", *SMALL, "--quiet"]) == 2
+    assert "data.jsonl:41: no 'response'" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        (["quickstart"], "--root-certificates is missing"),
+        (["quickstart", "--insecure"], "federation.sites=3"),
+        (["quickstart", "federation.sites=2", "method=oracle", "--insecure"], "simulations only"),
+        (["quickstart", "federation.sites=2", "--root-certificates", "none.crt"], "there is no file none.crt"),
+        (["--insecure"], "name a recipe"),
+    ],
+)
+def test_a_server_that_cannot_start_says_why(tmp_path, monkeypatch, capsys, arguments, sentence):
+    monkeypatch.chdir(tmp_path)
+    assert main(["federate", *arguments]) == 2
+    assert sentence in capsys.readouterr().err and not list(tmp_path.iterdir())

@@ -1,0 +1,42 @@
+"""Who pulls with the others: worked out by hand on three clients."""
+
+import pytest
+import torch
+
+from fedweave.experts.layout import AdapterLayout
+from fedweave.federation.agreement import Agreement
+from fedweave.federation.client import Update
+
+LAYOUT = AdapterLayout(("layer",), (8,), (8,), rank=2, experts=2)
+
+
+def update(client: int, towards: torch.Tensor, counts: list[float]) -> Update:
+    return Update(client, towards, torch.tensor(counts), None, int(sum(counts)), [1.0], 1)
+
+
+def test_a_client_against_the_others_is_negative_and_a_lone_specialist_has_no_answer():
+    step = torch.randn(LAYOUT.size, generator=torch.Generator().manual_seed(1))
+    expert0 = (LAYOUT.expert_of_column == 0).float()
+    agreement = Agreement(LAYOUT)
+    agreement.add(update(0, step, [10, 0]))
+    agreement.add(update(1, 2 * step, [10, 0]))
+    agreement.add(update(2, -step * expert0 + 1e6 * (1 - expert0), [5, 0]))  # its expert 1 is not uploaded
+    agreement.add(update(3, step, [0, 7]))
+    cosines = agreement.cosines()
+    assert cosines[0] == pytest.approx(1.0, abs=1e-5) and cosines[1] == pytest.approx(1.0, abs=1e-5)
+    assert cosines[2] == pytest.approx(-1.0, abs=1e-5), "what a client does not upload must not count"
+    assert cosines[3] is None
+
+
+def test_a_sample_of_columns_is_close_to_the_whole():
+    layout = AdapterLayout(("a", "b"), (600, 600), (600, 600), rank=8, experts=2)
+    generator = torch.Generator().manual_seed(2)
+    common = torch.randn(layout.size, generator=generator)
+    updates = [common + 2 * torch.randn(layout.size, generator=generator) for _ in range(3)]
+    agreement = Agreement(layout)
+    for i, delta in enumerate(updates):
+        agreement.add(update(i, delta, [1, 1]))
+    rest = updates[1] + updates[2]
+    exact = torch.nn.functional.cosine_similarity(updates[0], rest, dim=0).item()
+    assert len(agreement.columns) < layout.size / 4
+    assert agreement.cosines()[0] == pytest.approx(exact, abs=0.06)

@@ -1,0 +1,38 @@
+"""Vectors on disk come back as they were, and a disk without room is one sentence."""
+
+import resource
+import signal
+import subprocess
+import sys
+
+import torch
+
+from fedweave.federation import spool
+from fedweave.federation.spool import Spool
+
+
+def test_vectors_come_back_in_order_more_than_once(monkeypatch):
+    monkeypatch.setattr(spool, "_IN_MEMORY", 1000)
+    rows = [torch.randn(100, generator=torch.Generator().manual_seed(i)) for i in range(20)]
+    kept = Spool(100)
+    for row in rows:
+        kept.append(row)
+    assert len(kept) == 20 and kept._file._rolled, "most of it is on disk"
+    for _ in range(2):
+        assert all(torch.equal(a, b) for a, b in zip(kept, rows, strict=True))
+
+
+def test_a_full_disk_is_one_sentence():
+    """A real limit on file size stands for the full disk."""
+
+    def limit() -> None:
+        signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, 1 << 20))
+
+    code = (
+        "import torch\nfrom fedweave.errors import UserError\nfrom fedweave.federation.spool import Spool\n"
+        "kept = Spool(1 << 20)\ntry:\n    for _ in range(20): kept.append(torch.ones(1 << 20))\n"
+        "except UserError as error: print(error)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], preexec_fn=limit, capture_output=True, text=True)
+    assert done.returncode == 0 and "set TMPDIR to a folder with more space" in done.stdout, done.stderr

@@ -1,0 +1,91 @@
+"""The page in a real browser: no errors, nothing fetched, both themes, and no sideways scrolling on a phone."""
+
+import shutil
+
+import pytest
+
+from fedweave.cli import main
+
+selenium = pytest.importorskip("selenium", reason="selenium is not installed")
+CHROMIUM = next(
+    (p for name in ("chromium", "chromium-browser", "google-chrome") if (p := shutil.which(name))), None
+)
+DRIVER = shutil.which("chromedriver")
+pytestmark = pytest.mark.skipif(not (CHROMIUM and DRIVER), reason="needs chromium and chromedriver on the PATH")
+
+
+@pytest.fixture(scope="module")
+def browser():
+    from selenium import webdriver
+    from selenium.webdriver.chrome.service import Service
+
+    options = webdriver.ChromeOptions()
+    options.binary_location = CHROMIUM
+    for flag in ("--headless=new", "--no-sandbox", "--disable-gpu", "--window-size=1200,900"):
+        options.add_argument(flag)
+    options.set_capability("goog:loggingPrefs", {"browser": "ALL", "performance": "ALL"})
+    driver = webdriver.Chrome(options=options, service=Service(DRIVER))
+    yield driver
+    driver.quit()
+
+
+@pytest.fixture(scope="module")
+def page(finished_once, tmp_path_factory):
+    target = tmp_path_factory.mktemp("page") / "report.html"
+    assert main(["report", str(finished_once), "--output", str(target)]) == 0
+    return target.as_uri()
+
+
+def look(browser, page, scheme="light", width=1200):
+    browser.execute_cdp_cmd(
+        "Emulation.setEmulatedMedia", {"features": [{"name": "prefers-color-scheme", "value": scheme}]}
+    )
+    metrics = {"width": width, "height": 900, "deviceScaleFactor": 1, "mobile": width < 600}
+    browser.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", metrics)
+    browser.get(page)
+
+
+def test_no_errors_and_no_network(browser, page):
+    look(browser, page)
+    assert browser.get_log("browser") == []
+    import json
+
+    messages = [json.loads(entry["message"])["message"] for entry in browser.get_log("performance")]
+    asked = {
+        m["params"]["request"]["url"].split("#")[0] for m in messages if m["method"] == "Network.requestWillBeSent"
+    }
+    assert {url for url in asked if not url.startswith("data:")} <= {page}
+    assert browser.execute_script("return document.querySelectorAll('figure svg').length") > 15
+
+
+def test_every_picture_is_drawn_and_none_is_cut(browser, page):
+    look(browser, page)
+    boxes = browser.execute_script(
+        "return [...document.querySelectorAll('figure:not(.wide)')].map(f => [f.id, f.scrollWidth - f.clientWidth,"
+        " f.querySelector('svg').getBoundingClientRect().height])"
+    )
+    assert all(extra <= 0 and height > 80 for _, extra, height in boxes), boxes
+
+
+@pytest.mark.parametrize("width", [360, 1200])
+def test_the_page_never_scrolls_sideways(browser, page, width):
+    look(browser, page, width=width)
+    assert browser.execute_script("return document.documentElement.scrollWidth") <= width
+
+
+def brightness(colour: str) -> float:
+    red, green, blue = (int(x) for x in colour[colour.index("(") + 1 :].rstrip(")").split(",")[:3])
+    return (0.2126 * red + 0.7152 * green + 0.0722 * blue) / 255
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_text_stands_out_in_both_themes(browser, page, scheme):
+    look(browser, page, scheme)
+    back, ink, label = browser.execute_script(
+        "const style = (e, p) => getComputedStyle(e)[p];"
+        "return [style(document.body, 'backgroundColor'), style(document.body, 'color'),"
+        " style(document.querySelector('figure svg text'), 'fill')]"
+    )
+    assert (brightness(back) > 0.5) == (scheme == "light")
+    assert abs(brightness(ink) - brightness(back)) > 0.6
+    assert abs(brightness(label) - brightness(back)) > 0.45, "figures must follow the theme"

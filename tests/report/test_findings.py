@@ -1,0 +1,128 @@
+"""Every finding fires when it should and keeps quiet when it should not."""
+
+import pytest
+
+from fedweave.report.findings import FINDINGS, findings
+
+
+def clients(*rows):
+    """(bucket sizes, experts) per client."""
+    return {f"c{i}": {"buckets": sizes, "experts": experts} for i, (sizes, experts) in enumerate(rows)}
+
+
+def validations(*losses, **more):
+    return [
+        {"event": "validation", "round": t, "loss": loss, "tasks": {"a": loss}, "router_entropy": 0.0, **more}
+        for t, loss in enumerate(losses)
+    ]
+
+
+def outcome(sparse=1.0, soft=1.0, bare=5.0, routing=None):
+    return {
+        "tasks": {"a": "A", "b": "B"},
+        "experts": 2,
+        "test": {
+            "best": {
+                "used": "sparse",
+                "round": 1,
+                "loss": {"sparse": {"a": sparse, "macro": sparse}, "soft": {"a": soft, "macro": soft}},
+                "routing": routing or {},
+            },
+            "untouched": {"loss": {"a": bare, "macro": bare}},
+        },
+    }
+
+
+def discovery(experts=2, **parts):
+    return {"experts": experts, "clients": {}, **parts}
+
+
+def audit(local, whole):
+    return {"local": {"purity": local}, "global": {"purity": whole}}
+
+
+def pulling(*cosines):
+    return [{"event": "round", "round": t, "agreement": {"odd": c, "plain": 0.4}} for t, c in enumerate(cosines)]
+
+
+CASES = {  # finding -> (fires, keeps quiet)
+    "starving_expert": (
+        {"discovery": discovery(2, clients=clients(([90, 5], [0, 1])))},
+        {"discovery": discovery(2, clients=clients(([60, 40], [0, 1])))},
+    ),
+    "unused_expert": (
+        {"events": validations(1.0, expert_load=[0.99, 0.01])},
+        {"events": validations(1.0, expert_load=[0.9, 0.1])},
+    ),
+    "low_purity": (
+        {"discovery": discovery(2, audit=audit(0.95, 0.6))},
+        {"discovery": discovery(2, audit=audit(0.95, 0.9))},
+    ),
+    "client_that_hurts": ({"events": pulling(-0.3, -0.2, 0.1)}, {"events": pulling(-0.3, 0.4, 0.3)}),
+    "refused_answers": (
+        {"events": [{"event": "round", "round": 1, "refused": [{"client": "odd", "reason": "it holds NaN"}]}]},
+        {"events": [{"event": "round", "round": 1, "refused": []}]},
+    ),
+    "experts_at_the_edge": (
+        {"discovery": discovery(4, alignment_silhouettes={"2": 0.1, "3": 0.2, "4": 0.3})},
+        {"discovery": discovery(3, alignment_silhouettes={"2": 0.1, "3": 0.4, "4": 0.3})},
+    ),
+    "buckets_at_the_edge": (
+        {"config": {"discovery": {"max_buckets": 2}}, "discovery": discovery(clients=clients(([5, 5], [0, 1])))},
+        {"config": {"discovery": {"max_buckets": 3}}, "discovery": discovery(clients=clients(([5, 5], [0, 1])))},
+    ),
+    "faint_alignment": (
+        {"discovery": discovery(alignment_silhouettes={"2": 0.05, "3": 0.02})},
+        {"discovery": discovery(alignment_silhouettes={"2": 0.35, "3": 0.02})},
+    ),
+    "one_expert": ({"discovery": discovery(1)}, {"discovery": discovery(2)}),
+    "undecided_router": (
+        {"discovery": discovery(2), "events": validations(1.0, router_entropy=0.65)},
+        {"discovery": discovery(2), "events": validations(1.0, router_entropy=0.1)},
+    ),
+    "worse_than_untouched": ({"summary": outcome(bare=0.5)}, {"summary": outcome(bare=5.0)}),
+    "overfitting": ({"events": validations(3.0, 1.0, 1.5)}, {"events": validations(3.0, 1.0, 1.01)}),
+    "still_improving": (
+        {"events": validations(3.0, 2.0, 1.5), "progress": {"state": "finished"}},
+        {"events": validations(3.0, 1.5, 1.499), "progress": {"state": "finished"}},
+    ),
+    "small_test": ({"manifest": {"test": ["x"] * 24}}, {"manifest": {"test": ["x"] * 400}}),
+    "sparse_costs": ({"summary": outcome(sparse=1.3)}, {"summary": {**outcome(), "experts": 1}}),
+    "experts_per_task": (
+        {"summary": outcome(routing={"a": [0.9, 0.1], "b": [0.8, 0.2]})},
+        {"summary": {**outcome(routing={"a": [1.0], "b": [1.0]}), "experts": 1}},
+    ),
+}
+
+
+def test_every_finding_has_its_cases():
+    assert set(CASES) == {check.__name__ for check in FINDINGS}
+
+
+@pytest.mark.parametrize("check", FINDINGS, ids=lambda check: check.__name__)
+def test_a_finding_fires_and_keeps_quiet(check, record):
+    fires, quiet = CASES[check.__name__]
+    found = check(record(**fires))
+    assert found is not None and found.level in ("warning", "note", "good") and found.text.endswith(".")
+    assert check(record(**quiet)) is None
+
+
+def test_nothing_is_known_of_an_empty_run(record):
+    assert findings(record()) == []
+
+
+def test_good_news_is_told_too(record):
+    routing = {"a": [0.9, 0.1], "b": [0.1, 0.9]}
+    found = findings(record(summary=outcome(sparse=1.0, soft=1.0, routing=routing), manifest={"tasks": {"a": "A"}}))
+    assert {f.title for f in found if f.level == "good"} == {
+        "One active expert is enough", "Every task has its own expert"
+    }  # fmt: skip
+    costly = findings(record(summary=outcome(sparse=1.3, soft=1.0)))
+    assert [f.level for f in costly] == ["warning"] and "+30%" in costly[0].text
+
+
+def test_warnings_come_first_and_name_the_culprit(record):
+    run = record(events=[*pulling(-0.5), *validations(1.0, expert_load=[1.0, 0.0])], manifest={"test": ["x"] * 10})
+    found = findings(run)
+    assert [f.level for f in found] == sorted([f.level for f in found], key=["warning", "note", "good"].index)
+    assert any("odd (-0.50)" in f.text for f in found) and not any("plain" in f.text for f in found)

@@ -1,0 +1,196 @@
+"""The page: complete, self-contained, safe against odd names, and honest about what is missing."""
+
+import json
+import re
+import shutil
+from html.parser import HTMLParser
+
+import pytest
+
+from fedweave.cli import main
+from fedweave.report.records import find_runs, group_runs
+
+FIGURES = {
+    "test-score", "test-loss", "loss-by-task", "training-loss", "mixture", "client-agreement", "router-entropy",
+    "expert-load", "prompts-bucket", "prompts-expert", "prompts-task", "signatures", "silhouettes",
+    "clients-experts", "routing-fedweave", "sparse-trade-off", "loss-for-bytes", "time", "round-times",
+    "contamination", "effective-budget",
+}  # fmt: skip
+
+
+class Outline(HTMLParser):
+    """Ids, sections, figures, and whatever a page would fetch."""
+
+    def __init__(self, text: str):
+        super().__init__()
+        self.ids: list[str] = []
+        self.sections: list[str] = []
+        self.fetches: list[str] = []
+        self.tags: list[str] = []
+        self.feed(text)
+
+    def handle_starttag(self, tag, attributes):
+        values = dict(attributes)
+        self.tags.append(tag)
+        if "id" in values:
+            self.ids.append(values["id"])
+        if tag == "section":
+            self.sections.append(values["id"])
+        for key in ("src", "href", "xlink:href"):
+            if values.get(key) and not values[key].startswith(("#", "data:")):
+                self.fetches.append(values[key])
+
+
+def page_of(folder, *arguments):
+    assert main(["report", str(folder), *arguments]) == 0
+    return (folder / "report.html").read_text()
+
+
+@pytest.fixture(scope="module")
+def written(finished_once, tmp_path_factory):
+    """A finished and diagnosed run with its report."""
+    folder = shutil.copytree(finished_once, tmp_path_factory.mktemp("written") / "run")
+    assert main(["diagnose", str(folder), "--quiet"]) == 0
+    page_of(folder)
+    return folder
+
+
+def test_a_finished_run_gives_every_chapter_and_every_figure(written):
+    text = (written / "report.html").read_text()
+    outline = Outline(text)
+    assert outline.sections == [
+        "findings", "results", "clients", "experts", "prompts", "routing", "inference", "theory", "costs",
+        "setup",
+    ]  # fmt: skip
+    shown = {i.removeprefix("figure-") for i in outline.ids if i.startswith("figure-")}
+    assert shown == FIGURES
+    assert {p.stem for p in (written / "figures").glob("*.png")} == FIGURES
+    assert {p.stem for p in (written / "figures").glob("*.svg")} == FIGURES
+    summary = json.loads((written / "summary.json").read_text())
+    assert f"<b>{summary['test']['best']['score']['macro']:.3f}</b>" in text
+    assert "http-equiv" not in text, "a finished run does not reload itself"
+
+
+def test_the_page_is_one_file_with_unique_names(written):
+    text = (written / "report.html").read_text()
+    outline = Outline(text)
+    assert outline.fetches == [] and "script" not in outline.tags and "link" not in outline.tags
+    assert not re.search(r"@import|url\((?!#|data:)", text)
+    assert len(outline.ids) == len(set(outline.ids))
+    referred = set(re.findall(r"url\(#([^)]+)\)", text)) | set(re.findall(r'href="#([^"]+)"', text))
+    assert referred <= set(outline.ids)
+
+
+def test_figures_follow_the_theme(written):
+    text = (written / "report.html").read_text()
+    drawings = "".join(re.findall(r"<svg.*?</svg>", text, re.DOTALL))
+    assert "var(--ink)" in drawings and "var(--c0)" in drawings
+    assert not re.findall(r"#(?:1f2328|656d76|d8dee4|0072b2|d55e00)\b", drawings), "a fixed colour is left"
+    saved = (written / "figures" / "mixture.svg").read_text()
+    assert "var(" not in saved and "#0072b2" in saved
+
+
+def test_an_older_run_says_what_is_missing(finished):
+    """As written before load, agreement, bytes, prompt maps and live progress were recorded."""
+    (finished / "embedding.json").unlink()
+    (finished / "progress.json").unlink()
+    discovery = json.loads((finished / "discovery.json").read_text())
+    del discovery["bucket_tasks"]
+    (finished / "discovery.json").write_text(json.dumps(discovery))
+    new = ("client_losses", "agreement", "bytes_up", "bytes_down", "expert_load", "expert_weight")
+    lines = [json.loads(line) for line in (finished / "metrics.jsonl").read_text().splitlines()]
+    old = [{k: v for k, v in line.items() if k not in new} for line in lines]
+    (finished / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in old))
+    text = page_of(finished)
+    for word in (
+        "the map of prompts",
+        "expert load",
+        "bytes by round",
+        "whether clients pull together",
+        "losses by client",
+    ):
+        assert f"Not shown: {word}" in text
+    assert 'id="figure-mixture"' in text, "tasks are found again in the manifest"
+
+
+def test_a_federation_of_sites_has_a_page(finished):
+    """What a server without data or a test set records: no tasks, no labels, no features, losses by site."""
+    (finished / "embedding.json").unlink()
+    lines = [json.loads(line) for line in (finished / "metrics.jsonl").read_text().splitlines()]
+    for line in lines:
+        if line["event"] == "validation":
+            for key in ("tasks", "expert_load", "expert_weight"):
+                del line[key]
+            line |= {"sites": {"north": line["loss"], "south": line["loss"] + 1}, "router_entropy": None}
+    (finished / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    for name, change in (
+        ("summary.json", {"test": {}, "tasks": {}, "audit": None}),
+        ("manifest.json", {"tasks": {}, "clients": {}, "validation": [], "test": [], "federation": "abc"}),
+        ("discovery.json", {"audit": None, "bucket_tasks": {}}),
+    ):
+        file = finished / name
+        file.write_text(json.dumps(json.loads(file.read_text()) | change))
+    text = page_of(finished)
+    assert 'id="figure-loss-by-site"' in text and 'id="figure-signatures"' in text
+    assert "the sites keep it to themselves" in text and "federation.test" in text and "older run" not in text
+    assert main(["watch", str(finished)]) == 0
+
+
+def test_a_run_under_way_refreshes_itself_and_a_bare_one_still_gives_a_page(finished):
+    for name in ("summary.json", "discovery.json", "embedding.json"):
+        (finished / name).unlink()
+    (finished / "metrics.jsonl").write_text('{"event": "validation", "rou')  # half a line
+    progress = json.loads((finished / "progress.json").read_text())
+    (finished / "progress.json").write_text(json.dumps({**progress, "state": "running"}))
+    text = page_of(finished)
+    assert 'http-equiv="refresh"' in text and ">running<" in text
+    assert "the run has not finished" in text and "discovery has not finished" in text
+
+
+def test_odd_client_names_stay_text(finished):
+    for name in ("discovery.json", "metrics.jsonl", "manifest.json", "embedding.json"):
+        file = finished / name
+        file.write_text(file.read_text().replace("client_0", "<script>alert(1)</script> $x_0$ & co"))
+    text = page_of(finished)
+    assert "script" not in Outline(text).tags and "&lt;script&gt;" in text
+
+
+def test_a_comparison_becomes_groups_with_seed_bands_and_a_trend(grid):
+    groups = group_runs(find_runs([grid]))
+    assert [(g.label, [r.seed for r in g.runs]) for g in groups] == [("α = 0.1", [1, 2]), ("α = 0.5", [1, 2])]
+    text = page_of(grid)
+    assert 'id="figure-heterogeneity-loss"' in text and 'id="figure-loss-by-method"' in text
+    assert "2.500 ± 0.707" in text, "mean and sample deviation over the two seeds"
+
+
+def test_runs_of_one_adapter_have_a_page_too(tmp_path, small):
+    folder = tmp_path / "fedit"
+    settings = [*small, "method=fedit", "training.rounds=1", f"output={folder}", "--quiet"]
+    assert main(["run", "quickstart", *settings]) == 0
+    text = page_of(folder)
+    assert "fedit does not discover buckets" in text and "has one adapter" in text
+
+
+@pytest.mark.parametrize(
+    ("arguments", "word"),
+    [
+        (["nowhere"], "neither a run folder"),
+        (["RUN", "--output", "page.pdf"], "must end in .html"),
+        (["RUN", "RUN2"], "--output"),
+        (["RUN2"], "damaged"),
+    ],
+)
+def test_mistakes_are_one_sentence(finished, tmp_path, monkeypatch, capsys, arguments, word):
+    monkeypatch.chdir(tmp_path)
+    broken = shutil.copytree(finished, tmp_path / "broken")
+    (broken / "discovery.json").write_text("{")
+    names = {"RUN": str(finished), "RUN2": str(broken)}
+    assert main(["report", *[names.get(a, a) for a in arguments]]) == 2
+    err = capsys.readouterr().err
+    assert word in err and err.count("\n") == 1
+
+
+def test_without_matplotlib_the_extra_is_named(finished, monkeypatch, capsys):
+    monkeypatch.setitem(__import__("sys").modules, "matplotlib", None)
+    assert main(["report", str(finished)]) == 2
+    assert "fedweave[report]" in capsys.readouterr().err
