@@ -20,6 +20,7 @@ from fedweave.federation.rounds import federate
 from fedweave.methods import build_method
 from fedweave.methods.base import ServerState
 from fedweave.router.mlp import sparsify
+from fedweave.runs.continuing import initial_state
 from fedweave.runs.folder import Progress, RunFolder
 from fedweave.runs.live import LiveProgress
 from fedweave.runs.loggers import open_loggers, require_loggers
@@ -38,6 +39,8 @@ def start(config: Config, output: Path, console: Console, kept: Kept | None = No
         )
     require_loggers(config.loggers)
     prepared = prepare(config, console, kept)
+    if config.init:
+        initial_state(config, prepared.backbone)  # a bundle that does not fit shows before anything is written
     run = RunFolder.create(output, config, prepared.data.manifest)
     console.say(f"run folder: {output}")
     return _execute(run, prepared, console)
@@ -141,7 +144,10 @@ def carry_out(run: RunFolder, ground: Ground, console: Console, started: float) 
     earlier = progress.seconds if progress else 0.0
     run.loggers = open_loggers(ground.config, run.path, progress.completed + 1 if progress else 0, console)
     if progress is None:
-        state = method.prepare(ground.engine)
+        if ground.config.init:
+            state = method.restart(ground.engine, initial_state(ground.config, ground.backbone))
+        else:
+            state = method.prepare(ground.engine)
         loss = _validate(ground, state, run, 0)
         progress = Progress(state, 0, state, 0, loss, time.monotonic() - started)
         _record_discovery(run, ground, state, console)
