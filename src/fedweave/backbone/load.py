@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -200,8 +201,11 @@ def load_backbone(config: BackboneConfig) -> Backbone:
 
 
 def pick_device(name: str) -> torch.device:
+    if name == "auto" and torch.cuda.is_available():  # torchrun gives every process a GPU of its own
+        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", 0)) % torch.cuda.device_count())
+        return torch.device("cuda", torch.cuda.current_device())
     if name == "auto":
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        return torch.device("cpu")
     try:
         device = torch.device(name)
     except RuntimeError:

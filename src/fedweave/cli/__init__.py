@@ -27,7 +27,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         arguments.overrides += extra
     elif extra:
         parser.error(f"unrecognized arguments: {' '.join(extra)}")
-    console = Console(quiet=getattr(arguments, "quiet", False))
+    console = Console(quiet=getattr(arguments, "quiet", False) or int(os.environ.get("RANK", 0)) > 0)
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "true")
     try:
         arguments.run(arguments, console)

@@ -15,6 +15,7 @@ from fedweave.console import Console
 from fedweave.errors import UserError
 from fedweave.evaluation.losses import example_losses
 from fedweave.federation.checkpoint import write_atomic
+from fedweave.federation.distributed import world
 from fedweave.federation.intake import RoundReport
 from fedweave.federation.rounds import federate
 from fedweave.methods import build_method
@@ -33,6 +34,9 @@ from fedweave.runs.workspace import Kept, Prepared, Workspace, prepare
 
 def start(config: Config, output: Path, console: Console, kept: Kept | None = None) -> dict[str, Any]:
     """A new run in ``output``."""
+    processes = world()
+    if processes is not None and processes.rank > 0:
+        return stand_by(output, [], kept)
     if output.exists():
         raise UserError(
             f"the run folder {output} exists; continue it with `fedweave resume {output}` or choose another output."
@@ -48,6 +52,9 @@ def start(config: Config, output: Path, console: Console, kept: Kept | None = No
 
 def resume(path: Path, overrides: list[str], console: Console, kept: Kept | None = None) -> dict[str, Any]:
     """Continue a run from its newest checkpoint."""
+    processes = world()
+    if processes is not None and processes.rank > 0:
+        return stand_by(path, overrides, kept)
     run, config = RunFolder.open(path, overrides)
     require_loggers(config.loggers)
     prepared = prepare(config, console, kept)
@@ -55,6 +62,37 @@ def resume(path: Path, overrides: list[str], console: Console, kept: Kept | None
     if overrides:  # more rounds stay asked for, even if this session is killed too
         write_atomic(path / "config.yaml", dump_config(config))
     return _execute(run, prepared, console)
+
+
+def stand_by(path: Path, overrides: list[str], kept: Kept | None) -> dict[str, Any]:
+    """All that the other processes of a run do: the same algorithm from the same state, with their own clients. The
+    first one measures and writes."""
+    processes, console = world(), Console(quiet=True)
+    assert processes is not None
+    processes.wait()  # until the first process has the folder and the cached features
+    run, config = RunFolder.open(path, overrides)
+    workspace = prepare(config, console, kept).build(console)
+    method = build_method(config)
+    if method.uses_labels:
+        workspace.reveal_labels()
+    snapshot = run.newest(console)
+    if snapshot is not None:
+        workspace.engine.restore(snapshot.meta["clients"], snapshot.tensors)
+        state = snapshot.state(workspace.engine.layers, workspace.backbone.device)
+    elif config.init:
+        state = method.restart(workspace.engine, initial_state(config, workspace.backbone))
+    else:
+        state = method.prepare(workspace.engine)
+    if snapshot is None:
+        workspace.engine.memories()  # the first process saves here, too
+
+    def after_round(state: ServerState, report: RoundReport) -> None:
+        workspace.engine.memories()
+
+    completed = snapshot.meta["completed"] if snapshot is not None else 0
+    federate(method, workspace.engine, state, range(completed, config.training.rounds), after_round)
+    workspace.engine.detach()
+    return {}
 
 
 class Ground(Protocol):
@@ -126,6 +164,9 @@ def _execute(run: RunFolder, prepared: Prepared, console: Console) -> dict[str, 
         return simulate(run, prepared, console)
     started = time.monotonic()
     workspace = prepared.build(console)
+    if (processes := world()) is not None:
+        console.say(f"{processes.size} processes share the clients")
+        processes.wait()
     device = workspace.backbone.device
     if device.type == "cuda":  # the peak is to be this run's, not an earlier one's in the process
         torch.cuda.reset_peak_memory_stats(device)
