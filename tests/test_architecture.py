@@ -13,7 +13,9 @@ FORBIDDEN = {
     "router": {"federation", "methods", "runs", "inference"},
     "backbone": {"federation", "methods", "runs", "inference", "training"},
     "training": {"federation", "methods", "runs", "inference"},
-    "federation": {"inference", "runs"},
+    "federation": {"inference", "runs", "serving"},
+    "inference": {"federation", "methods", "training", "serving"},
+    "serving": {"federation", "methods", "training", "runs"},
     "methods": {"inference", "runs", "evaluation"},
     "data": {"federation", "methods", "training", "runs", "inference", "backbone"},
 }

@@ -254,7 +254,7 @@ def test_generate_without_any_prompt(complains, fresh_run, monkeypatch):
 
 def test_generate_no_tokens(complains, fresh_run):
     line = complains("generate", fresh_run, "Hi", "--max-new-tokens", "0")
-    assert "--max-new-tokens must be at least 1" in line
+    assert "max_new_tokens must be at least 1" in line
 
 
 @pytest.mark.parametrize(

@@ -1,25 +1,26 @@
 """FedWeave: federated mixture-of-LoRA-experts fine-tuning. Experts need purity, routers need contrast.
 
-model = fedweave.load_model("runs/quickstart")      # a run or an exported bundle
-model.answer(["Fix the grammar: Ada go to school."])
+from fedweave import FedWeaveModel
+
+model = FedWeaveModel.from_pretrained("runs/quickstart")      # a run or an exported bundle
+model.generate(["Fix the grammar: Ada go to school."])
 """
 
 from __future__ import annotations
 
-from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from fedweave.inference.model import RoutedModel
+    from fedweave.inference.model import FedWeaveModel
 
 __version__ = "0.1.0"
-__all__ = ["__version__", "load_model"]
+__all__ = ["FedWeaveModel", "__version__"]
 
 
-def load_model(folder: str | Path, last: bool = False) -> RoutedModel:
-    """The model of a bundle, or of a run's best round (``last=True``: its last), ready to route and answer."""
-    from fedweave.bundle import is_bundle, load_bundle
-    from fedweave.runs.use import load_models
+def __getattr__(name: str) -> Any:
+    """The model is imported when it is asked for: `fedweave --version` must not wait for torch."""
+    if name == "FedWeaveModel":
+        from fedweave.inference.model import FedWeaveModel
 
-    folder = Path(folder)
-    return load_bundle(folder) if is_bundle(folder) else load_models(folder, last)[1][0]
+        return FedWeaveModel
+    raise AttributeError(f"module 'fedweave' has no attribute {name!r}")

@@ -6,7 +6,7 @@ one sentence before anything loads, and so that ``fedweave config`` can print th
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -235,6 +235,7 @@ class Config:
     method: str = setting("fedweave", "Federated method; `fedweave list methods` names them.")
     seed: int = setting(42, "Seed of data, partition, initialisation and training.", low=0)
     output: str | None = setting(None, "Run folder; runs/RECIPE when empty.")
+    init: str | None = setting(None, "A bundle whose experts and router the federation starts from.")
     loggers: tuple[Literal["tensorboard", "wandb", "mlflow", "trackio"], ...] = setting(
         (), "Trackers that get a copy of every figure, as in [tensorboard]; metrics.jsonl is always written."
     )
@@ -260,12 +261,18 @@ def load_config(recipe: str | Path, overrides: Sequence[str] = ()) -> Config:
     except UnicodeDecodeError:
         raise UserError(f"{path} is not UTF-8 text; save it as UTF-8.") from None
     tree = read_yaml(text, str(path))
+    for key, value in split_overrides(overrides):
+        insert(tree, key, value)
+    return from_tree(tree)
+
+
+def split_overrides(overrides: Sequence[str]) -> Iterator[tuple[str, Any]]:
+    """(dotted key, value) of every ``key.path=value``."""
     for item in overrides:
         key, equals, text = item.partition("=")
         if not equals or not key:
             raise UserError(f"override {item!r} is not of the form key=value, as in training.rounds=5.")
-        insert(tree, key.strip(), read_yaml_value(text, key))
-    return from_tree(tree)
+        yield key.strip(), read_yaml_value(text, key)
 
 
 def from_tree(tree: dict[str, Any]) -> Config:

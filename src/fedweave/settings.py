@@ -90,8 +90,8 @@ def _nested(f: dataclasses.Field) -> type | None:
     return factory if isinstance(factory, type) and dataclasses.is_dataclass(factory) else None
 
 
-def build(cls: type, tree: Any, prefix: str = "", root: type | None = None) -> Any:
-    """Build ``cls`` from a plain tree, checking every key and value."""
+def build(cls: type, tree: Any, prefix: str = "", root: type | None = None, what: str = "config key") -> Any:
+    """Build ``cls`` from a plain tree, checking every key and value; ``what`` is how an error calls a key."""
     root = root or cls
     if not isinstance(tree, dict):
         raise UserError(f"{prefix.rstrip('.')} must hold keys and values, not {tree!r}.")
@@ -101,10 +101,10 @@ def build(cls: type, tree: Any, prefix: str = "", root: type | None = None) -> A
     for name, value in tree.items():
         key = f"{prefix}{name}"
         if name not in fields:
-            raise UserError(f"unknown config key {key!r}: {_hint(str(name), prefix, list(fields), root)}")
+            raise UserError(f"unknown {what} {key!r}: {_hint(str(name), prefix, list(fields), root)}")
         nested = _nested(fields[name])
         if nested:
-            values[name] = build(nested, value if value is not None else {}, f"{key}.", root)
+            values[name] = build(nested, value if value is not None else {}, f"{key}.", root, what)
         else:
             values[name] = _convert(value, hints[name], key, fields[name].metadata)
     return cls(**values)
@@ -145,7 +145,7 @@ def _convert(value: Any, hint: Any, key: str, limits: typing.Mapping[str, Any]) 
         items = [value] if isinstance(value, str) else value
         fewest = limits.get("low") or 0
         if not isinstance(items, list | tuple) or len(items) < fewest or not all(isinstance(v, str) for v in items):
-            raise UserError(f"{key} must be a list of names, as in [one, two], not {value!r}.")
+            raise UserError(f"{key} must be a list of names or texts, as in [one, two], not {value!r}.")
         return tuple(_convert(item, args[0], key, {}) for item in items)
     if hint is bool:
         if not isinstance(value, bool):

@@ -6,28 +6,13 @@ import shutil
 import pytest
 import torch
 
-import fedweave
+from fedweave import FedWeaveModel
 from fedweave.bundle import export_run, load_bundle
 from fedweave.cli import main
 from fedweave.errors import UserError
 from fedweave.router.mlp import sparsify
+from tests.bundle.conftest import PROMPTS
 from tests.runs.conftest import SMALL
-
-PROMPTS = ["How many?", "Fix the grammar: Ada go to the park.", "Pick the fruit from this list: dog, plum, bus."]
-
-
-@pytest.fixture(scope="module")
-def run(tmp_path_factory, model_folder):
-    folder = tmp_path_factory.mktemp("bundle") / "run"
-    settings = [f"backbone.model={model_folder('llama')}", *SMALL, "training.lr=1e-2", f"output={folder}"]
-    assert main(["run", "quickstart", *settings, "--quiet"]) == 0
-    return folder
-
-
-@pytest.fixture
-def bundle(run, tmp_path):
-    export_run(run, tmp_path / "bundle")
-    return tmp_path / "bundle"
 
 
 def test_each_expert_loads_with_peft_and_gives_the_same_logits(bundle, model_folder):
@@ -57,10 +42,10 @@ def test_each_expert_loads_with_peft_and_gives_the_same_logits(bundle, model_fol
 
 
 def test_a_bundle_answers_exactly_like_its_run(run, bundle):
-    from_run, from_bundle = fedweave.load_model(run), fedweave.load_model(bundle)
+    from_run, from_bundle = FedWeaveModel.from_pretrained(run), FedWeaveModel.from_pretrained(bundle)
     assert torch.equal(from_run.theta, from_bundle.theta) and torch.equal(from_run.phi, from_bundle.phi)
     for routing in ("sparse", "soft"):
-        a, b = (model.answer(PROMPTS, routing, 6) for model in (from_run, from_bundle))
+        a, b = (model.generate(PROMPTS, routing, max_new_tokens=6) for model in (from_run, from_bundle))
         assert a == b
     assert sparsify(from_bundle.route(PROMPTS), "sparse").sum() == len(PROMPTS)
 
@@ -70,6 +55,9 @@ def test_bundle_holds_what_it_promises(bundle, run, capsys):
     experts = [f"expert_{m}/{file}" for m in range(description["experts"])
                for file in ("adapter_config.json", "adapter_model.safetensors")]  # fmt: skip
     assert set(description["files"]) == {"README.md", "router.safetensors", *experts}
+    assert {p.stat().st_mode & 0o777 for p in bundle.rglob("*.safetensors")} == {
+        (bundle / "README.md").stat().st_mode & 0o777
+    }
     card = (bundle / "README.md").read_text()
     assert "PeftModel.from_pretrained" in card and "vllm serve" in card and "| Edit |" in card
     assert main(["generate", str(bundle), "How many?", "--max-new-tokens", "2"]) == 0

@@ -3,6 +3,7 @@
 import copy
 import math
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -11,6 +12,7 @@ from fedweave.experts.layout import AdapterLayout
 from fedweave.router.mlp import RouterLayout
 from fedweave.training.batch import Capacity, build_batch
 from fedweave.training.lockstep import LaneGroup, clip_lanes
+from fedweave.training.memory import lanes_that_fit
 from tests.helpers import TARGETS, make_lanes, make_trainer
 
 
@@ -152,3 +154,36 @@ def test_a_batch_of_fixed_shape_gives_the_same_step(backbone):
         difference = (plain - filled).abs()
         # Adam divides by the gradient's size: where that is rounding alone, so is the step
         assert difference.max() <= 1e-3 and (difference > 1e-5).float().mean() <= 1e-3
+
+
+def test_running_out_of_memory_halves_the_group_says_so_and_remembers(backbone, monkeypatch):
+    layout, router = setup(backbone)
+    lanes = make_lanes(backbone, layout, router, clients=3)
+    trainer, mixture = make_trainer(backbone, layout, router)
+    expected = list(trainer.train(lanes, 1))
+    real, sizes, said = trainer._train_group, [], []
+
+    def tight(group, on_step):
+        sizes.append(len(group))
+        if len(group) > 1:
+            raise torch.OutOfMemoryError("no room")
+        return real(group, on_step)
+
+    monkeypatch.setattr(trainer, "_train_group", tight)
+    trainer.warn = said.append
+    results = list(trainer.train(lanes, 3))
+    assert sizes == [3, 2, 1, 1, 1] and "1 at a time" in said[-1]
+    list(trainer.train(lanes, 3))
+    assert sizes[5:] == [1, 1, 1], "the next round does not try again what did not fit"
+    mixture.detach()
+    for mine, theirs in zip(results, expected, strict=True):
+        assert torch.equal(mine.delta_theta, theirs.delta_theta)
+
+
+def test_lanes_that_fit_grow_with_shorter_sequences(backbone):
+    layout, router = setup(backbone)
+    lanes = make_lanes(backbone, layout, router, clients=3)
+    assert lanes_that_fit(backbone, lanes, 7).lanes == 7
+    roomy = lanes_that_fit(backbone, lanes, "auto")
+    mean = np.mean([len(e.ids) for lane in lanes for e in lane.data.examples])
+    assert roomy.lanes == int(4096 / (mean * 4)) and "4096 tokens" in roomy.why

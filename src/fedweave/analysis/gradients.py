@@ -15,7 +15,8 @@ from fedweave.experts.layout import AdapterLayout
 from fedweave.federation.engine import InProcessEngine
 from fedweave.router.mlp import RouterLayout
 from fedweave.training.batch import ClientData, Lane, build_batch
-from fedweave.training.lockstep import LockstepTrainer, Trainable, choose_lanes_per_step
+from fedweave.training.lockstep import LockstepTrainer, Trainable
+from fedweave.training.memory import lanes_that_fit
 from fedweave.training.schedule import bucket_batches
 
 
@@ -38,7 +39,7 @@ class GradientMeter:
         )
 
     def __call__(self, lanes: Sequence[Lane], on_lane: Callable[[int], None] = lambda lanes: None) -> Gradients:
-        size = choose_lanes_per_step(self.engine.backbone, lanes, self.engine.config.training.clients_per_step)
+        size = lanes_that_fit(self.engine.backbone, lanes, self.engine.config.training.clients_per_step).lanes
         parts = []
         for start in range(0, len(lanes), size):
             group = lanes[start : start + size]

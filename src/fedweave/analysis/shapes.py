@@ -8,9 +8,11 @@ from typing import Any
 
 import torch
 
+from fedweave.backbone.decoder import FAMILIES
 from fedweave.backbone.load import linear_layers
 from fedweave.errors import UserError, first_line
 from fedweave.experts.layout import AdapterLayout
+from fedweave.training.memory import activation_numbers
 
 # The paper's two backbones (gated on the hub) and the default model, so that costs need neither hub nor files.
 BUILT_IN: dict[str, dict[str, Any]] = {
@@ -49,8 +51,8 @@ class ModelShape:
         return AdapterLayout.of(linear_layers(self.model, targets, self.name), rank, experts)
 
     def activation_numbers(self) -> int:
-        """Numbers kept for backward per token: about 12 hidden-wide and 4 MLP-wide tensors in every layer."""
-        return self.config.num_hidden_layers * (12 * self.config.hidden_size + 4 * self.config.intermediate_size)
+        """Numbers kept for backward per token."""
+        return activation_numbers(self.config, self.config.model_type in FAMILIES)
 
 
 def model_shape(name: str, revision: str | None = None) -> ModelShape:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -74,6 +75,17 @@ class Backbone:
     def _vocabulary(self) -> str:
         return hashlib.sha256(json.dumps(self.tokenizer.get_vocab(), sort_keys=True).encode()).hexdigest()
 
+    @property
+    def end_ids(self) -> list[int]:
+        """Tokens that end an answer: the one that was trained, and the tokenizer's own end of text."""
+        ends = [self.prompts.end_id, self.tokenizer.eos_token_id]
+        return list(dict.fromkeys(i for i in ends if i is not None))
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Hidden states [n, d] to logits [n, V], with the soft-cap of the families that have one."""
+        logits = hidden @ self.head.T
+        return self.softcap * torch.tanh(logits / self.softcap) if self.softcap else logits
+
     def hidden(self, packed: Packed, cache: Any = None) -> torch.Tensor:
         """Last hidden states after the final norm, [T, d]; a cache keeps every layer's keys and values."""
         if self.decoder is not None and cache is None:
@@ -119,9 +131,7 @@ class Backbone:
         with torch.no_grad(), self.decoding() as model:
             expected = model(input_ids=torch.from_numpy(ids).long()[None].to(self.device)).logits[0].float()
         with torch.no_grad():
-            logits = (self.hidden(packing.pack([[ids]], self.device)) @ self.head.T).float()
-        if self.softcap:
-            logits = self.softcap * torch.tanh(logits / self.softcap)
+            logits = self.logits(self.hidden(packing.pack([[ids]], self.device))).float()
         close = torch.nn.functional.cosine_similarity(logits, expected, dim=-1).median().item()
         scale = (logits.norm() / expected.norm()).item()
         if not (close > 0.99 and abs(scale - 1) < 0.02):
@@ -191,8 +201,11 @@ def load_backbone(config: BackboneConfig) -> Backbone:
 
 
 def pick_device(name: str) -> torch.device:
+    if name == "auto" and torch.cuda.is_available():  # torchrun gives every process a GPU of its own
+        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", 0)) % torch.cuda.device_count())
+        return torch.device("cuda", torch.cuda.current_device())
     if name == "auto":
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        return torch.device("cpu")
     try:
         device = torch.device(name)
     except RuntimeError:

@@ -106,6 +106,13 @@ class PromptFormat:
         """Tokens of prompts alone, as discovery, the router and generation read them."""
         return [self._fit(ids, span, self.max_length) for ids, span in self._tokenise(prompts)]
 
+    def encode_raw(self, text: str | Sequence[int]) -> EncodedPrompt:
+        """A text, or tokens, exactly as given: no template, nothing cut."""
+        ids = self._ids([text], special=True)[0] if isinstance(text, str) else list(text)
+        if ids and not 0 <= min(ids) <= max(ids) < len(self.tokenizer):
+            raise UserError(f"a prompt's token ids must lie between 0 and {len(self.tokenizer) - 1}.")
+        return EncodedPrompt(np.array(ids, dtype=np.int32), (0, len(ids)), len(ids) > self.max_length)
+
     def encode(self, examples: Sequence[Example]) -> list[Encoded]:
         """Tokens of prompt and answer, as training and teacher-forced evaluation read them."""
         prompts = self._tokenise([e.prompt for e in examples])

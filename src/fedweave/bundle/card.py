@@ -1,66 +1,100 @@
-"""The model card: what was trained, on what, how well, and how to load it."""
+"""The model card: what was trained, on what, how well, how private, and how to load it."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from fedweave.config import Config
-from fedweave.inference.model import RoutedModel
+from fedweave.inference.model import FedWeaveModel
+
+_VLLM_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # what --max-lora-rank may be
 
 
-def model_card(config: Config, model: RoutedModel, facts: dict[str, Any], summary: dict[str, Any] | None) -> str:
+def model_card(config: Config, model: FedWeaveModel, facts: dict[str, Any], summary: dict[str, Any] | None) -> str:
     layout = model.mixture.layout
     lines = [
-        "---",
-        "library_name: peft",
-        f"base_model: {config.backbone.model}",
-        "pipeline_tag: text-generation",
-        "tags: [fedweave, federated-learning, moe-lora]",
-        "---",
-        "",
+        *_head(config.backbone.model, "peft"),
         "# A FedWeave model",
         "",
         f"{layout.experts} LoRA experts of rank {layout.rank} on {config.backbone.model}, trained by federated "
         f"learning (method `{config.method}`, {facts['clients']} clients, round {facts['round']}), and a router "
         "that picks an expert for every prompt.",
         "",
+        *_data(config, facts, summary),
         *_results(summary, model.backbone.note),
-        "## Privacy",
+        *_privacy(config),
+        *_loading(config, model),
+    ]
+    return "\n".join(lines)
+
+
+def soft_card(description: dict[str, Any], weights: Sequence[float]) -> str:
+    model = description["backbone"]["model"]
+    mixture = ", ".join(f"{w:g} × expert {m}" for m, w in enumerate(weights))
+    lines = [
+        *_head(model, "peft"),
+        "# A fixed mixture of FedWeave experts",
         "",
-        "Prompts, features and labels stayed with their clients; expert and router updates and bucket signatures "
-        "were shared in the clear. No differential privacy and no secure aggregation were applied.",
+        f"One LoRA adapter of rank {description['rank'] * description['experts']} on {model}: {mixture}.",
+        "It has no router: every prompt gets this mixture.",
         "",
-        "## Loading it",
+        *_peft(model, "PATH"),
+    ]
+    return "\n".join(lines)
+
+
+def merged_card(description: dict[str, Any], expert: int, prompt: str) -> str:
+    model = description["backbone"]["model"]
+    rendering = (
+        "the tokenizer's chat template"
+        if prompt == "chat"
+        else "plain text: the prompt, a blank line, `Response:`, then the answer"
+    )
+    lines = [
+        *_head(model, "transformers"),
+        f"# Expert {expert} of a FedWeave model",
         "",
-        "With its router:",
-        "",
-        "```python",
-        "import fedweave",
-        "",
-        'model = fedweave.load_model("PATH")',
-        'model.answer(["…"])',
-        "```",
-        "",
-        "One expert, with plain PEFT:",
-        "",
-        "```python",
-        "from peft import PeftModel",
-        "from transformers import AutoModelForCausalLM",
-        "",
-        f'base = AutoModelForCausalLM.from_pretrained("{config.backbone.model}")',
-        'model = PeftModel.from_pretrained(base, "PATH/expert_0")',
-        "```",
-        "",
-        "All experts in vLLM, chosen by name:",
-        "",
-        "```bash",
-        f"vllm serve {config.backbone.model} --enable-lora --max-loras {layout.experts} "
-        f"--max-lora-rank {layout.rank} --lora-modules "
-        + " ".join(f"expert_{m}=PATH/expert_{m}" for m in range(layout.experts)),
-        "```",
+        f"{model} with expert {expert} of {description['experts']} added into its weights. It has no router.",
+        f"It was trained on {rendering}.",
         "",
     ]
     return "\n".join(lines)
+
+
+def vllm_command(model: str, experts: int, rank: int, path: str = "PATH") -> str:
+    """The command that serves all experts by name; the rank it is told must be one that vLLM allows."""
+    allowed = next((r for r in _VLLM_RANKS if r >= rank), rank)
+    modules = " ".join(f"expert_{m}={path}/expert_{m}" for m in range(experts))
+    return (
+        f"vllm serve {model} --enable-lora --max-loras {experts} --max-lora-rank {allowed} --lora-modules {modules}"
+    )
+
+
+def _head(model: str, library: str) -> list[str]:
+    return [
+        "---",
+        f"library_name: {library}",
+        f"base_model: {model}",
+        "pipeline_tag: text-generation",
+        "tags: [fedweave, federated-learning, moe-lora]",
+        "---",
+        "",
+    ]
+
+
+def _data(config: Config, facts: dict[str, Any], summary: dict[str, Any] | None) -> list[str]:
+    sources = {
+        "sample": "the built-in sample of four instruction patterns",
+        "paper": "CoEdIT, GSM8K, TweetEval (sentiment) and ARC-Challenge",
+        "jsonl": "the clients' own files",
+    }
+    text = f"{facts['clients']} clients, {sources[config.data.source]}"
+    if summary:
+        text += f"; {summary['examples']} training examples in {summary['buckets']} buckets"
+    if config.data.source != "jsonl":
+        text += f"; task mixtures drawn from a Dirichlet distribution with α = {config.data.alpha:g}"
+    return ["## Data", "", f"{text}. Prompts are rendered as `{config.backbone.prompt}`.", ""]
 
 
 def _results(summary: dict[str, Any] | None, note: str) -> list[str]:
@@ -84,3 +118,52 @@ def _results(summary: dict[str, Any] | None, note: str) -> list[str]:
         for task, row in best["routing"].items()
     ]
     return [*lines, "", *(f"> {note}" for note in summary["notes"]), ""]
+
+
+def _privacy(config: Config) -> list[str]:
+    return [
+        "## Privacy",
+        "",
+        "Prompts, features and labels stayed with their clients; expert and router updates and bucket signatures "
+        "were shared in the clear. No differential privacy and no secure aggregation were applied.",
+        "",
+    ]
+
+
+def _loading(config: Config, model: FedWeaveModel) -> list[str]:
+    layout = model.mixture.layout
+    return [
+        "## Loading it",
+        "",
+        "With its router, in Python or as an OpenAI-compatible server (`fedweave serve PATH`):",
+        "",
+        "```python",
+        "from fedweave import FedWeaveModel",
+        "",
+        'model = FedWeaveModel.from_pretrained("PATH")',
+        'model.generate(["…"])',
+        "```",
+        "",
+        *_peft(config.backbone.model, "PATH/expert_0"),
+        "All experts in vLLM, chosen by name, or by the router with `fedweave serve PATH --upstream URL` in front:",
+        "",
+        "```bash",
+        vllm_command(config.backbone.model, layout.experts, layout.rank),
+        "```",
+        "",
+    ]
+
+
+def _peft(model: str, path: str) -> list[str]:
+    return [
+        "One adapter, with plain PEFT:",
+        "",
+        "```python",
+        "from peft import PeftModel",
+        "from transformers import AutoModelForCausalLM",
+        "",
+        f'base = AutoModelForCausalLM.from_pretrained("{model}")',
+        f'model = PeftModel.from_pretrained(base, "{path}")',
+        "```",
+        "",
+    ]

@@ -1,10 +1,12 @@
-"""Write a run's model as a bundle: every expert an ordinary PEFT adapter, the router beside them.
+"""Write a model for others: a bundle, one dense model, or one adapter for a fixed mixture.
 
 DIR/README.md                  model card
     fedweave.json              what the router needs to know, and a checksum of every file
     router.safetensors
     expert_0/adapter_config.json, adapter_model.safetensors      loads with plain PEFT and vLLM
     expert_1/…
+
+Whatever is written is loaded back through PEFT and compared with the trained experts before it gets its name.
 """
 
 from __future__ import annotations
@@ -12,6 +14,8 @@ from __future__ import annotations
 import json
 import os
 import shutil
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -20,10 +24,12 @@ import torch
 from safetensors.torch import save_file
 
 from fedweave.backbone.gguf import file_sha256
-from fedweave.bundle.card import model_card
+from fedweave.bundle.adapter import check_adapter, compare, probe, write_adapter
+from fedweave.bundle.card import merged_card, model_card, soft_card
+from fedweave.bundle.load import is_bundle, load_bundle, verify_bundle
 from fedweave.config import Config
 from fedweave.errors import UserError
-from fedweave.inference.model import RoutedModel
+from fedweave.inference.model import FedWeaveModel
 from fedweave.runs.use import load_models
 from fedweave.settings import to_tree
 
@@ -31,37 +37,81 @@ SCHEMA = 1
 
 
 def export_run(run: Path, target: Path, last: bool = False) -> dict[str, Any]:
-    """Export a run's best (or last) model to a new folder; returns what fedweave.json holds."""
-    if target.exists():
-        raise UserError(f"{target} exists; choose another folder.")
-    config, models, facts = load_models(run, last)
-    if len(models) != 1:
-        raise UserError(f"{config.method} trains a model for every client and has none to export.")
-    model = models[0]
-    check_finite(model)
-    partial = target.with_name(f".{target.name}.{os.getpid()}.partial")
-    shutil.rmtree(partial, ignore_errors=True)
-    try:
-        partial.mkdir(parents=True)
-        for m in range(model.mixture.layout.experts):
-            _write_expert(partial / f"expert_{m}", model, config, m)
+    """Export a run's best (or last) model as a bundle; returns what fedweave.json holds."""
+    with _new_folder(target) as partial:
+        config, model, facts = _run_model(run, last)
+        description = describe(config, model, facts)
+        layout = model.mixture.layout
+        for m in range(layout.experts):
+            folder = partial / f"expert_{m}"
+            write_adapter(
+                folder, layout.named(model.theta.cpu(), m), description, layout.rank, description["alpha"]
+            )
+            check_adapter(folder, model, _only(m, layout.experts))
         _write_router(partial, model)
         summary_file = run / "summary.json"
         summary = json.loads(summary_file.read_text(encoding="utf-8")) if summary_file.is_file() else None
         (partial / "README.md").write_text(model_card(config, model, facts, summary), encoding="utf-8")
-        description = describe(config, model, facts)
         description["files"] = {
             str(p.relative_to(partial)): file_sha256(p) for p in sorted(partial.rglob("*")) if p.is_file()
         }
         (partial / "fedweave.json").write_text(json.dumps(description, indent=1), encoding="utf-8")
-        partial.rename(target)
-    except OSError as error:
-        shutil.rmtree(partial, ignore_errors=True)
-        raise UserError(f"{target} cannot be written: {error.strerror}.") from error
     return description
 
 
-def describe(config: Config, model: RoutedModel, facts: dict[str, Any]) -> dict[str, Any]:
+def export_soft(source: Path, target: Path, weights: Sequence[float], last: bool = False) -> None:
+    """One PEFT adapter of rank M·r: the experts side by side, each B scaled by its weight."""
+    with _new_folder(target) as partial:
+        description, model = _source(source, last)
+        layout = model.mixture.layout
+        gates = mixture_weights(weights, layout.experts)
+        tensors = {}
+        for name, layer in zip(layout.names, layout.views(model.theta.cpu()), strict=True):
+            scaled = layer["B"] * gates.repeat_interleave(layout.rank)[:, None]  # [M·r, out]
+            tensors[f"base_model.model.{name}.lora_A.weight"] = layer["A"].contiguous()
+            tensors[f"base_model.model.{name}.lora_B.weight"] = scaled.T.contiguous()
+        partial.rmdir()
+        # PEFT scales by alpha / rank; the rank is M times an expert's, so alpha must be too
+        write_adapter(
+            partial, tensors, description, layout.rank * layout.experts, description["alpha"] * layout.experts
+        )
+        check_adapter(partial, model, gates)
+        (partial / "README.md").write_text(soft_card(description, gates.tolist()), encoding="utf-8")
+
+
+def export_merged(source: Path, target: Path, expert: int, last: bool = False) -> None:
+    """A dense model folder: the backbone with one expert added into its weights."""
+    with _new_folder(target) as partial:
+        description, model = _source(source, last)
+        layout, backbone = model.mixture.layout, model.backbone
+        if not 0 <= expert < layout.experts:
+            raise UserError(f"there is no expert {expert}; {source} has experts 0 to {layout.experts - 1}.")
+        expected = probe(model, _only(expert, layout.experts))
+        scale = model.mixture.scale
+        with torch.no_grad():
+            single = layout.with_experts(1).views(layout.unstack(model.theta)[expert])
+            for name, layer in zip(layout.names, single, strict=True):
+                weight = backbone.model.get_submodule(name).weight  # [out, in]
+                weight.copy_(weight.float() + scale * layer["B"].T @ layer["A"])
+        compare(f"the dense model of expert {expert}", probe(model), expected, backbone.dtype)
+        backbone.model.save_pretrained(partial)
+        backbone.tokenizer.save_pretrained(partial)
+        (partial / "README.md").write_text(
+            merged_card(description, expert, backbone.prompts.kind), encoding="utf-8"
+        )
+
+
+def mixture_weights(weights: Sequence[float], experts: int) -> torch.Tensor:
+    """[M]: one weight per expert, none negative, together 1."""
+    gates = torch.tensor(list(weights), dtype=torch.float32)
+    if len(gates) != experts:
+        raise UserError(f"--soft needs {experts} weights, one per expert, not {len(gates)}.")
+    if not torch.isfinite(gates).all() or (gates < 0).any() or abs(gates.sum().item() - 1) > 1e-3:
+        raise UserError("--soft needs weights that are not negative and sum to 1, as in 0.5,0.3,0.2.")
+    return gates
+
+
+def describe(config: Config, model: FedWeaveModel, facts: dict[str, Any]) -> dict[str, Any]:
     """Everything that loading needs and that the tensors do not say."""
     layout = model.mixture.layout
     return {
@@ -81,42 +131,61 @@ def describe(config: Config, model: RoutedModel, facts: dict[str, Any]) -> dict[
     }
 
 
-def check_finite(model: RoutedModel) -> None:
-    for name, tensor in (("experts", model.theta), ("router", model.phi)):
+@contextmanager
+def _new_folder(target: Path) -> Iterator[Path]:
+    """A folder that appears whole or not at all."""
+    if target.exists():
+        raise UserError(f"{target} exists; choose another folder.")
+    partial = target.with_name(f".{target.name}.{os.getpid()}.partial")
+    shutil.rmtree(partial, ignore_errors=True)
+    try:
+        partial.mkdir(parents=True)
+        yield partial
+        _share(partial)
+        partial.rename(target)
+    except OSError as error:
+        raise UserError(f"{target} cannot be written: {error.strerror or error}.") from error
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+
+
+def _share(folder: Path) -> None:
+    """safetensors writes files for their owner alone; a server may run as someone else."""
+    mask = os.umask(0)
+    os.umask(mask)
+    for path in folder.rglob("*"):
+        path.chmod((0o777 if path.is_dir() else 0o666) & ~mask)
+
+
+def _run_model(run: Path, last: bool) -> tuple[Config, FedWeaveModel, dict[str, Any]]:
+    config, models, facts = load_models(run, last)
+    if len(models) != 1:
+        raise UserError(f"{config.method} trains a model for every client and has none to export.")
+    for name, tensor in (("experts", models[0].theta), ("router", models[0].phi)):
         if tensor is not None and not torch.isfinite(tensor).all():
             raise UserError(f"the run's {name} hold NaN or infinity and cannot be exported.")
+    return config, models[0], facts
 
 
-def _write_expert(folder: Path, model: RoutedModel, config: Config, expert: int) -> None:
-    """One PEFT adapter. Only what every loader understands: LoRA on named linear layers, no bias, no extras."""
-    layout = model.mixture.layout
-    folder.mkdir()
-    save_file(layout.named(model.theta.cpu(), expert), folder / "adapter_model.safetensors", {"format": "pt"})
-    adapter = {
-        "peft_type": "LORA",
-        "task_type": "CAUSAL_LM",
-        "base_model_name_or_path": config.backbone.model,
-        "revision": config.backbone.revision,
-        "r": layout.rank,
-        "lora_alpha": config.experts.alpha,
-        "lora_dropout": config.experts.dropout,
-        "target_modules": list(config.experts.target_modules),
-        "bias": "none",
-        "fan_in_fan_out": False,
-        "inference_mode": True,
-        "init_lora_weights": True,
-        "modules_to_save": None,
-    }
-    (folder / "adapter_config.json").write_text(json.dumps(adapter, indent=1), encoding="utf-8")
+def _source(folder: Path, last: bool) -> tuple[dict[str, Any], FedWeaveModel]:
+    """(description, model) of a run or a bundle."""
+    if is_bundle(folder):
+        return verify_bundle(folder), load_bundle(folder)
+    config, model, facts = _run_model(folder, last)
+    return describe(config, model, facts), model
 
 
-def _write_router(folder: Path, model: RoutedModel) -> None:
+def _only(expert: int, experts: int) -> torch.Tensor:
+    return torch.nn.functional.one_hot(torch.tensor(expert), experts).float()  # [M]
+
+
+def _write_router(folder: Path, model: FedWeaveModel) -> None:
     """The routers' weights under their names; with several, name.N."""
     if model.router is None or model.phi is None:
         return
     tensors = {
-        f"{name}.{r}": tensor.contiguous()
+        f"{name}.{r}": tensor.clone()
         for r, phi in enumerate(model.phi.cpu())
-        for name, tensor in model.router.views(phi.clone()).items()
+        for name, tensor in model.router.views(phi).items()
     }
-    save_file({name: tensor.clone() for name, tensor in tensors.items()}, folder / "router.safetensors")
+    save_file(tensors, folder / "router.safetensors")

@@ -11,12 +11,12 @@ import sys
 from collections.abc import Sequence
 
 import fedweave
-from fedweave.cli import analyse, deploy, look, show, train, use
+from fedweave.cli import analyse, deliver, deploy, look, show, train, use
 from fedweave.cli.verbs import Verbs
 from fedweave.console import Console
 from fedweave.errors import UserError
 
-FAMILIES = (train, deploy, use, show, analyse, look)
+FAMILIES = (train, deploy, use, deliver, show, analyse, look)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -27,7 +27,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         arguments.overrides += extra
     elif extra:
         parser.error(f"unrecognized arguments: {' '.join(extra)}")
-    console = Console(quiet=getattr(arguments, "quiet", False))
+    console = Console(quiet=getattr(arguments, "quiet", False) or int(os.environ.get("RANK", 0)) > 0)
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "true")
     try:
         arguments.run(arguments, console)

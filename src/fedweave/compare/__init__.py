@@ -9,6 +9,7 @@ from fedweave.compare.tables import Results, as_csv, choose_best, latex, markdow
 from fedweave.console import Console
 from fedweave.errors import UserError
 from fedweave.federation.checkpoint import write_atomic
+from fedweave.federation.distributed import world
 
 
 def compare(name: str, overrides: list[str], output: Path, best_of: str | None, console: Console) -> str:
@@ -18,6 +19,9 @@ def compare(name: str, overrides: list[str], output: Path, best_of: str | None, 
     comparison = load_comparison(name, overrides, best_of)
     grid = cells(comparison, output)
     finished, failures = run_grid(grid, console)
+    processes = world()
+    if processes is not None and processes.rank > 0:
+        return ""  # the first process writes the tables
     for failure in failures:
         console.warn(failure)
     if not finished:

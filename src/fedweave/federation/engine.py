@@ -24,7 +24,8 @@ from fedweave.federation.parcel import Courier, Parcel
 from fedweave.federation.spool import Spool
 from fedweave.router.mlp import RouterLayout
 from fedweave.training.batch import Lane
-from fedweave.training.lockstep import LaneResult, LockstepTrainer, choose_lanes_per_step
+from fedweave.training.lockstep import LaneResult, LockstepTrainer
+from fedweave.training.memory import lanes_that_fit
 
 if TYPE_CHECKING:
     from fedweave.methods.base import Method, ServerState
@@ -194,11 +195,14 @@ class InProcessEngine(Engine):
         transient: bool = False,
     ) -> Iterator[LaneResult]:
         """Train lanes and hand their results out one by one, in order."""
+        known = self._trainer
         trainer = self._trainer_for(layout, router)
-        group = choose_lanes_per_step(self.backbone, lanes, self.config.training.clients_per_step)
+        fit = lanes_that_fit(self.backbone, lanes, self.config.training.clients_per_step)
+        if trainer is not known and len(lanes) > 1:
+            self.console.say(f"{label}: {min(fit.lanes, len(lanes))} of {len(lanes)} at a time ({fit.why})")
         steps = sum(len(lane.schedule) for lane in lanes)
         progress = self.console.progress(label, steps, "steps", transient)
-        yield from trainer.train(lanes, group, progress.advance)
+        yield from trainer.train(lanes, fit.lanes, progress.advance)
         progress.close()
 
     def _trainer_for(self, layout: AdapterLayout, router: RouterLayout | None) -> LockstepTrainer:
@@ -209,4 +213,5 @@ class InProcessEngine(Engine):
             self._trainer = LockstepTrainer(
                 self.backbone, mixture, router, config.training, config.experts.dropout, config.router.lr
             )
+            self._trainer.warn = self.console.warn
         return self._trainer

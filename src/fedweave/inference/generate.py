@@ -1,8 +1,9 @@
-"""Greedy generation with routed experts: prompts that need different experts decode in one batch.
+"""Greedy answers to a fixed set of prompts, as testing needs them: prompts that need different experts decode in
+one batch.
 
-Prompts are read in one packed, padding-free pass that fills a preallocated key-value cache; every row of the
-cache starts at column 0, so no row is padded on the left. Each further step is one token per row. On CUDA the
-step is captured once as a graph and replayed, since at this size launching kernels costs more than running them.
+Prompts are read in one packed, padding-free pass that fills the key-value cache; each further step is one token
+per row. On CUDA the step is captured once as a graph and replayed, since at this size launching kernels costs
+more than running them. Answers that are sampled, streamed or asked for one by one: :mod:`fedweave.inference.rows`.
 """
 
 from __future__ import annotations
@@ -17,37 +18,10 @@ from fedweave.backbone.prompts import EncodedPrompt
 from fedweave.console import Progress
 from fedweave.evaluation.losses import serving_weights
 from fedweave.experts.mixture import Mixture
+from fedweave.inference.cache import RowCache
+from fedweave.inference.record import captured
 
 _CHECK_EVERY = 16  # steps between two looks at whether every row has ended; a look stalls the device
-
-
-class RowCache:
-    """Keys and values of a batch, [rows, kv_heads, L, D] per layer, in the interface that transformers calls."""
-
-    def __init__(self, rows: int, length: int, packed: Packed):
-        self.rows, self.length = rows, length
-        self.packed: Packed | None = packed  # set while prompts are read
-        self.positions = torch.empty(0)  # [rows] where the next token goes
-        self.layers: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
-
-    def update(
-        self, key: torch.Tensor, value: torch.Tensor, layer: int, *args: object, **kwargs: object
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        if self.packed is not None:  # prompts: keep them by row, hand the packed ones on
-            shape = (self.rows, key.shape[1], self.length, key.shape[3])
-            self.layers[layer] = (key.new_zeros(shape), value.new_zeros(shape))
-            row, column = self.packed.sequence, self.packed.positions[0]
-            for store, new in zip(self.layers[layer], (key, value), strict=True):
-                store[row, :, column] = new[0].transpose(0, 1)
-            return key, value
-        keys, values = self.layers[layer]
-        row = torch.arange(self.rows, device=key.device)
-        keys[row, :, self.positions] = key[:, :, 0]
-        values[row, :, self.positions] = value[:, :, 0]
-        return keys, values
-
-    def get_seq_length(self, layer: int = 0) -> int:
-        return 0  # positions are always given explicitly
 
 
 @torch.no_grad()
@@ -103,14 +77,14 @@ def _decode(backbone: Backbone, prompts: Sequence[EncodedPrompt], steps: int, ar
     """Greedy tokens of a batch, [rows, steps]; ``around`` switches the experts on for one pass."""
     device, count = backbone.device, len(prompts)
     packed = pack([[p.ids for p in prompts]], device)
-    cache = RowCache(count, packed.longest + steps, packed)
-    hidden = around(packed, lambda: backbone.hidden(packed, cache))
+    cache = RowCache(count, packed.longest + steps)
+    hidden = around(packed, lambda: backbone.hidden(packed, cache.read(packed)))
     ends = packed.boundaries[1:].long()
-    cache.packed = None
-    cache.positions = ends - packed.starts.long()  # [rows] the column of the first new token
+    positions = ends - packed.starts.long()  # [rows] the column of the first new token
+    cache.extend(positions)
     newest = (hidden.index_select(0, ends - 1) @ backbone.head.T).argmax(-1)  # [rows]
     out = torch.full((count, steps), backbone.tokenizer.pad_token_id, device=device)
-    stop = torch.tensor(_end_ids(backbone), device=device)
+    stop = torch.tensor(backbone.end_ids, device=device)
     done = torch.zeros(count, dtype=torch.bool, device=device)
     column = torch.zeros(1, dtype=torch.long, device=device)
 
@@ -119,15 +93,15 @@ def _decode(backbone: Backbone, prompts: Sequence[EncodedPrompt], steps: int, ar
         done.logical_or_(torch.isin(newest, stop))
         kept = torch.where(done, out.new_full((), backbone.tokenizer.pad_token_id), newest)
         out.index_copy_(1, column, kept[:, None])
-        states = around(None, lambda: backbone.next_hidden(newest, cache.positions, cache))
+        states = around(None, lambda: backbone.next_hidden(newest, positions, cache))
         newest.copy_((states @ backbone.head.T).argmax(-1))
-        cache.positions.add_(1)
+        positions.add_(1)
         column.add_(1)
 
     replay = advance
     for step in range(steps - 1):
         if step == 1 and device.type == "cuda" and steps > 8:
-            replay = _captured(advance, [newest, cache.positions, column, done])
+            replay = captured(advance, [newest, positions, column, done])
         replay()
         if step % _CHECK_EVERY == _CHECK_EVERY - 1 and bool(done.all()):
             return out
@@ -136,28 +110,6 @@ def _decode(backbone: Backbone, prompts: Sequence[EncodedPrompt], steps: int, ar
     return out
 
 
-def _captured(step: Callable[[], None], state: list[torch.Tensor]) -> Callable[[], None]:
-    """Record ``step`` as a CUDA graph. Capturing needs a trial run, whose effect on ``state`` is undone."""
-    before = [tensor.clone() for tensor in state]
-    side = torch.cuda.Stream()
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
-        step()
-    torch.cuda.current_stream().wait_stream(side)
-    for tensor, old in zip(state, before, strict=True):
-        tensor.copy_(old)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        step()
-    return graph.replay
-
-
 def _texts(backbone: Backbone, tokens: torch.Tensor) -> list[str]:
     texts = backbone.tokenizer.batch_decode(tokens.cpu(), skip_special_tokens=True)
     return [text.strip() for text in texts]
-
-
-def _end_ids(backbone: Backbone) -> list[int]:
-    """The end of an answer as trained, and the tokenizer's own end of text."""
-    ends = [backbone.prompts.end_id, backbone.tokenizer.eos_token_id]
-    return list(dict.fromkeys(i for i in ends if i is not None))

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import deque
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -12,20 +15,28 @@ from fedweave.backbone.load import Backbone
 from fedweave.backbone.prompts import EncodedPrompt
 from fedweave.console import Console
 from fedweave.data.examples import Prompt
+from fedweave.errors import UserError
 from fedweave.experts.mixture import Mixture
-from fedweave.inference.generate import generate
-from fedweave.router.mlp import RouterLayout, sparsify, vote
+from fedweave.inference.rows import Row, RunningBatch
+from fedweave.inference.sampling import Sampling
+from fedweave.router.mlp import RouterLayout, active_experts, sparsify, vote
 
 
 @dataclass
 class Answer:
+    """A text and who gave it."""
+
     text: str
     expert: int  # the one with the largest weight
     weights: list[float]  # of all experts
+    ended: str = "stop"  # stop: by itself or at a stop string; length: at max_new_tokens
+
+    def __str__(self) -> str:
+        return self.text
 
 
 @dataclass
-class RoutedModel:
+class FedWeaveModel:
     """Backbone, experts and router."""
 
     backbone: Backbone
@@ -35,20 +46,84 @@ class RoutedModel:
     phi: torch.Tensor | None  # [R, Q]
     shares: list[float]  # [R] how much each router counts
 
+    @classmethod
+    def from_pretrained(
+        cls, folder: str | Path, *, last: bool = False, model: str | None = None, device: str = "auto"
+    ) -> FedWeaveModel:
+        """The model of a bundle, in a folder or at ``hf://owner/name``, or of a run's best round (with ``last`` its
+        last). ``model`` names the backbone when it lies elsewhere than where a bundle was trained."""
+        from fedweave.bundle import is_bundle, load_bundle
+        from fedweave.bundle.hub import fetch_bundle, hub_repository
+        from fedweave.runs.use import load_models
+
+        repository = hub_repository(folder)
+        folder = Path(folder) if repository is None else fetch_bundle(repository)
+        if is_bundle(folder):
+            return load_bundle(folder, model, device)
+        if model is not None:
+            raise UserError(f"{folder} is a run, whose config names its backbone; another is for bundles only.")
+        return load_models(folder, last, device)[1][0]
+
+    # ---------------------------------------------------------------------------------- routing
+
     def weights(self, features: torch.Tensor) -> torch.Tensor:
         """Soft router weights of cached features: [n, d] to [n, M] on the CPU."""
         return vote(self.router, self.phi, self.shares, features)
 
     def route(self, prompts: Sequence[Prompt]) -> torch.Tensor:
         """Soft router weights of prompts, [n, M]."""
-        return self._route(self.backbone.prompts.encode_prompts(prompts))
+        return self.route_encoded(self.backbone.prompts.encode_prompts(_several(prompts)))
 
-    def _route(self, encoded: Sequence[EncodedPrompt]) -> torch.Tensor:
+    def route_encoded(self, encoded: Sequence[EncodedPrompt]) -> torch.Tensor:
         return self.weights(compute_features(self.backbone, encoded, Console(quiet=True)))
 
-    def answer(self, prompts: Sequence[Prompt], routing: str = "sparse", max_new_tokens: int = 64) -> list[Answer]:
-        encoded = self.backbone.prompts.encode_prompts(prompts)
-        weights = self._route(encoded)
+    # ---------------------------------------------------------------------------------- answering
+
+    def generate(self, prompts: Sequence[Prompt], routing: str = "sparse", **options: Any) -> list[Answer]:
+        """Answers in the order of ``prompts``, each by its own experts, in one batch. A prompt is a text or a tuple
+        of chat messages; ``options`` carry the names of transformers' GenerationConfig (:class:`Sampling`)."""
+        encoded = self.backbone.prompts.encode_prompts(_several(prompts))
+        weights, rows = self._rows(encoded, routing, options)
+        for _ in self._run(rows):
+            pass
+        return [
+            Answer(row.text.text, int(w.argmax()), w.tolist(), row.ended)
+            for row, w in zip(rows, weights, strict=True)
+        ]
+
+    def stream(self, prompt: Prompt, routing: str = "sparse", **options: Any) -> Iterator[str]:
+        """The same answer piece by piece, as it is made; no piece splits a character."""
+        _, rows = self._rows(self.backbone.prompts.encode_prompts([prompt]), routing, options)
+        return (piece for _, piece in self._run(rows) if piece)
+
+    def batch(self, rows: int, length: int) -> RunningBatch:
+        """An empty running batch of this model."""
+        return RunningBatch(self.backbone, self.mixture, self.theta, rows, length)
+
+    def _rows(
+        self, encoded: Sequence[EncodedPrompt], routing: str, options: dict[str, Any]
+    ) -> tuple[torch.Tensor, list[Row]]:
+        """(router weights [n, M], rows to run); whatever is wrong with the options shows before anything runs."""
+        sampling = Sampling.of(options)
+        active_experts(routing)
+        weights = self.route_encoded(encoded)
         gates = sparsify(weights, routing)
-        texts = generate(self.backbone, encoded, max_new_tokens, self.mixture, self.theta, gates)
-        return [Answer(text, int(row.argmax()), row.tolist()) for text, row in zip(texts, weights, strict=True)]
+        return weights, [
+            Row(self.backbone, prompt, gate, sampling, number)
+            for number, (prompt, gate) in enumerate(zip(encoded, gates, strict=True))
+        ]
+
+    def _run(self, rows: list[Row]) -> Iterator[tuple[Row, str]]:
+        """All rows to their end; long prompts first, so that rows of a batch end together."""
+        waiting = deque(sorted(rows, key=lambda row: -row.room))
+        most = 256 if self.backbone.device.type == "cuda" else 32
+        batch = self.batch(min(most, len(rows)), max((row.room for row in rows), default=0))
+        while waiting or not all(row.ended for row in batch.rows):
+            yield from batch.advance(waiting)
+
+
+def _several(prompts: Sequence[Prompt]) -> Sequence[Prompt]:
+    """A lone text where a list is meant would otherwise be read letter by letter."""
+    if isinstance(prompts, str):
+        raise UserError("prompts must be a list; put the text in brackets.")
+    return prompts

@@ -18,6 +18,7 @@ from fedweave.aggregation.rules import ClientAverage, ExpertAverage
 from fedweave.config import Config
 from fedweave.discovery.clusterers import Buckets
 from fedweave.discovery.signatures import Signatures
+from fedweave.errors import UserError
 from fedweave.experts.layout import AdapterLayout
 from fedweave.federation.client import Client, Member, Prototypes, Update
 from fedweave.federation.engine import Engine, InProcessEngine
@@ -73,6 +74,10 @@ class Method(ABC):
     @abstractmethod
     def prepare(self, engine: Engine) -> ServerState:
         """Algorithm 1, lines 1 to 6: fix the clients' buckets and assignments, and the initial state."""
+
+    def restart(self, engine: Any, start: ServerState) -> ServerState:
+        """The same for ``init=BUNDLE``: experts and router exist; find which of them each bucket belongs to."""
+        raise UserError(f"method={self.config.method} cannot start from a bundle; leave init empty.")
 
     def signatures(self, engine: Engine) -> Signatures | None:
         """How clients sign their buckets; None where they need not."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from itertools import islice
 from typing import Any
 
@@ -19,7 +20,7 @@ from fedweave.federation.client import Client, Member, Prototypes
 from fedweave.federation.engine import Engine, InProcessEngine
 from fedweave.federation.spool import Spool
 from fedweave.methods.base import Method, ServerState
-from fedweave.router.mlp import RouterLayout
+from fedweave.router.mlp import RouterLayout, vote
 from fedweave.router.warmstart import warm_start
 
 _SHOWN_PROTOTYPES = 512  # more distances than that are nothing to read, and a large file
@@ -27,6 +28,22 @@ _SHOWN_PROTOTYPES = 512  # more distances than that are nothing to read, and a l
 
 class FedWeave(Method):
     summary = "prototype-level experts, one client-level router (the paper's method)"
+
+    def restart(self, engine: InProcessEngine, start: ServerState) -> ServerState:
+        """Buckets are found as ever; each goes to the expert that the given router prefers for its prompts, because
+        that is the expert it would get at inference. No warmup, no signatures, and M stays what it is."""
+        found = self.form_buckets(engine, engine.clients)
+        for client in engine.clients:
+            votes = vote(start.router, start.phi, start.shares, client.data.features)  # [n, M]
+            client.assignment = [int(votes[bucket].mean(0).argmax()) for bucket in client.buckets]
+        labels = [m for client in engine.clients for m in client.assignment]
+        report = {
+            "bucket_silhouettes": {c.name: b.silhouettes for c, b in zip(engine.clients, found, strict=True)},
+            "prototypes": len(labels),
+            "experts": start.layout.experts,
+            "prototype_labels": labels,
+        }
+        return replace(start, report=report)
 
     def signatures(self, engine: Engine) -> Signatures:
         """What clients and server agree on."""

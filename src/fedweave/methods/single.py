@@ -25,11 +25,14 @@ class FedIT(Method):
     summary = "baseline: one shared LoRA, both factors averaged by sample count"
 
     def prepare(self, engine: Engine) -> ServerState:
-        engine.prototypes(self)
         layout = engine.layout(self.config.experts.single_rank, experts=1)
-        theta = layout.initial(self.config.seed).to(engine.device)
+        return self.restart(engine, ServerState(layout, None, layout.initial(self.config.seed), None))
+
+    def restart(self, engine: Engine, start: ServerState) -> ServerState:
+        engine.prototypes(self)
         samples = [len(client) for client in engine.clients]
-        return ServerState(layout, None, theta, None, report={"experts": 1, "client_samples": samples})
+        report = {"experts": 1, "client_samples": samples}
+        return replace(start, theta=start.theta.to(engine.device), report=report)
 
 
 class FFALoRA(FedIT):
@@ -46,8 +49,8 @@ class _OwnParameters(FedIT):
     """Row i of ``private`` is what client i keeps to itself. In a real federation there are no rows: a site has its
     own, adds to it what its update keeps, and the server sees neither."""
 
-    def prepare(self, engine: Engine) -> ServerState:
-        state = super().prepare(engine)
+    def restart(self, engine: Engine, start: ServerState) -> ServerState:
+        state = super().restart(engine, start)
         return replace(state, private=engine.private(state.theta))
 
     def is_whole(self, state: ServerState) -> bool:

@@ -12,6 +12,8 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 
+from fedweave.errors import UserError
+
 
 @dataclass(frozen=True)
 class RouterLayout:
@@ -74,6 +76,16 @@ class RouterLayout:
         return self.logits(self.views(phi[None]), features[None])[0].softmax(-1)
 
 
+def active_experts(routing: str) -> int | None:
+    """How many experts a routing leaves active: sparse is 1, top3 is 3, soft is None for all."""
+    if routing in ("soft", "sparse"):
+        return None if routing == "soft" else 1
+    count = routing.removeprefix("top")
+    if not routing.startswith("top") or not count.isdecimal() or int(count) < 1:
+        raise UserError(f"routing={routing!r} is unknown; use sparse, soft, or topK as in top2.")
+    return int(count)
+
+
 def vote(
     router: RouterLayout | None, phi: torch.Tensor | None, shares: Sequence[float], features: torch.Tensor
 ) -> torch.Tensor:
@@ -87,10 +99,10 @@ def vote(
 
 
 def sparsify(weights: torch.Tensor, routing: str) -> torch.Tensor:
-    """Soft weights [n, M] as they are, or the largest k of each row, renormalised: sparse is 1, top3 is 3."""
-    if routing == "soft":
+    """Soft weights [n, M] as they are, or the largest of each row, renormalised."""
+    keep = active_experts(routing)
+    if keep is None:
         return weights
-    keep = 1 if routing == "sparse" else int(routing.removeprefix("top"))
     top = weights.topk(min(keep, weights.shape[1]), dim=1)
     kept = torch.zeros_like(weights).scatter(1, top.indices, top.values)
     return kept / kept.sum(1, keepdim=True)

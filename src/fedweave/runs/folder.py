@@ -224,15 +224,22 @@ class Snapshot:
 
 
 def config_hash(config: Config) -> str:
-    """A hash over the keys that decide results."""
-    tree = to_tree(config)
-    for key in FREE_KEYS:
-        *parents, last = key.split(".")
-        node = tree
-        for name in parents:
-            node = node[name]
-        node.pop(last)
-    return hashlib.sha256(json.dumps(tree, sort_keys=True).encode()).hexdigest()[:32]
+    """A hash over the keys that decide results, where they differ from their defaults: a key that a later version
+    adds leaves the runs of an earlier one alone."""
+    changed = {
+        key: value
+        for (key, value), (_, default) in zip(_leaves(to_tree(config)), _leaves(to_tree(Config())), strict=True)
+        if value != default and not any(key == free or key.startswith(f"{free}.") for free in FREE_KEYS)
+    }
+    return hashlib.sha256(json.dumps(changed, sort_keys=True).encode()).hexdigest()[:32]
+
+
+def _leaves(tree: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    for key, value in tree.items():
+        if isinstance(value, dict):
+            yield from _leaves(value, f"{prefix}{key}.")
+        else:
+            yield f"{prefix}{key}", value
 
 
 def _truncate(path: Path, size: int) -> None:

@@ -15,11 +15,13 @@ from fedweave.console import Console
 from fedweave.errors import UserError
 from fedweave.evaluation.losses import example_losses
 from fedweave.federation.checkpoint import write_atomic
+from fedweave.federation.distributed import world
 from fedweave.federation.intake import RoundReport
 from fedweave.federation.rounds import federate
 from fedweave.methods import build_method
 from fedweave.methods.base import ServerState
 from fedweave.router.mlp import sparsify
+from fedweave.runs.continuing import initial_state
 from fedweave.runs.folder import Progress, RunFolder
 from fedweave.runs.live import LiveProgress
 from fedweave.runs.loggers import open_loggers, require_loggers
@@ -32,12 +34,17 @@ from fedweave.runs.workspace import Kept, Prepared, Workspace, prepare
 
 def start(config: Config, output: Path, console: Console, kept: Kept | None = None) -> dict[str, Any]:
     """A new run in ``output``."""
+    processes = world()
+    if processes is not None and processes.rank > 0:
+        return stand_by(output, [], kept)
     if output.exists():
         raise UserError(
             f"the run folder {output} exists; continue it with `fedweave resume {output}` or choose another output."
         )
     require_loggers(config.loggers)
     prepared = prepare(config, console, kept)
+    if config.init:
+        initial_state(config, prepared.backbone)  # a bundle that does not fit shows before anything is written
     run = RunFolder.create(output, config, prepared.data.manifest)
     console.say(f"run folder: {output}")
     return _execute(run, prepared, console)
@@ -45,6 +52,9 @@ def start(config: Config, output: Path, console: Console, kept: Kept | None = No
 
 def resume(path: Path, overrides: list[str], console: Console, kept: Kept | None = None) -> dict[str, Any]:
     """Continue a run from its newest checkpoint."""
+    processes = world()
+    if processes is not None and processes.rank > 0:
+        return stand_by(path, overrides, kept)
     run, config = RunFolder.open(path, overrides)
     require_loggers(config.loggers)
     prepared = prepare(config, console, kept)
@@ -52,6 +62,37 @@ def resume(path: Path, overrides: list[str], console: Console, kept: Kept | None
     if overrides:  # more rounds stay asked for, even if this session is killed too
         write_atomic(path / "config.yaml", dump_config(config))
     return _execute(run, prepared, console)
+
+
+def stand_by(path: Path, overrides: list[str], kept: Kept | None) -> dict[str, Any]:
+    """All that the other processes of a run do: the same algorithm from the same state, with their own clients. The
+    first one measures and writes."""
+    processes, console = world(), Console(quiet=True)
+    assert processes is not None
+    processes.wait()  # until the first process has the folder and the cached features
+    run, config = RunFolder.open(path, overrides)
+    workspace = prepare(config, console, kept).build(console)
+    method = build_method(config)
+    if method.uses_labels:
+        workspace.reveal_labels()
+    snapshot = run.newest(console)
+    if snapshot is not None:
+        workspace.engine.restore(snapshot.meta["clients"], snapshot.tensors)
+        state = snapshot.state(workspace.engine.layers, workspace.backbone.device)
+    elif config.init:
+        state = method.restart(workspace.engine, initial_state(config, workspace.backbone))
+    else:
+        state = method.prepare(workspace.engine)
+    if snapshot is None:
+        workspace.engine.memories()  # the first process saves here, too
+
+    def after_round(state: ServerState, report: RoundReport) -> None:
+        workspace.engine.memories()
+
+    completed = snapshot.meta["completed"] if snapshot is not None else 0
+    federate(method, workspace.engine, state, range(completed, config.training.rounds), after_round)
+    workspace.engine.detach()
+    return {}
 
 
 class Ground(Protocol):
@@ -123,6 +164,9 @@ def _execute(run: RunFolder, prepared: Prepared, console: Console) -> dict[str, 
         return simulate(run, prepared, console)
     started = time.monotonic()
     workspace = prepared.build(console)
+    if (processes := world()) is not None:
+        console.say(f"{processes.size} processes share the clients")
+        processes.wait()
     device = workspace.backbone.device
     if device.type == "cuda":  # the peak is to be this run's, not an earlier one's in the process
         torch.cuda.reset_peak_memory_stats(device)
@@ -141,7 +185,10 @@ def carry_out(run: RunFolder, ground: Ground, console: Console, started: float) 
     earlier = progress.seconds if progress else 0.0
     run.loggers = open_loggers(ground.config, run.path, progress.completed + 1 if progress else 0, console)
     if progress is None:
-        state = method.prepare(ground.engine)
+        if ground.config.init:
+            state = method.restart(ground.engine, initial_state(ground.config, ground.backbone))
+        else:
+            state = method.prepare(ground.engine)
         loss = _validate(ground, state, run, 0)
         progress = Progress(state, 0, state, 0, loss, time.monotonic() - started)
         _record_discovery(run, ground, state, console)

@@ -23,7 +23,7 @@ from fedweave.evaluation.losses import example_losses
 from fedweave.federation.checkpoint import write_atomic
 from fedweave.federation.client import Client
 from fedweave.federation.engine import InProcessEngine
-from fedweave.inference.model import RoutedModel
+from fedweave.inference.model import FedWeaveModel
 from fedweave.methods import build_method
 from fedweave.methods.base import ServerState
 from fedweave.runs.folder import Progress, RunFolder
@@ -125,7 +125,7 @@ def _test(run: RunFolder, tester: Tester, progress: Progress, console: Console) 
     return test
 
 
-def served_models(tester: Tester, state: ServerState) -> list[RoutedModel]:
+def served_models(tester: Tester, state: ServerState) -> list[FedWeaveModel]:
     mixture = tester.engine.mixture(state.layout)
     return routed_models(tester.backbone, mixture, build_method(tester.config), state)
 

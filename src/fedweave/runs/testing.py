@@ -17,24 +17,25 @@ from fedweave.evaluation.losses import example_losses
 from fedweave.evaluation.scores import scores
 from fedweave.experts.mixture import Mixture
 from fedweave.inference.generate import generate
-from fedweave.inference.model import RoutedModel
+from fedweave.inference.model import FedWeaveModel
 from fedweave.methods import build_method
 from fedweave.methods.base import Method, ServerState
 from fedweave.router.mlp import sparsify
 from fedweave.runs.workspace import TestSet
 
 
-def routed_models(backbone: Backbone, mixture: Mixture, method: Method, state: ServerState) -> list[RoutedModel]:
+def routed_models(backbone: Backbone, mixture: Mixture, method: Method, state: ServerState) -> list[FedWeaveModel]:
     """The models that a method serves: one, or every client's own."""
     return [
-        RoutedModel(backbone, mixture, one.theta, state.router, one.phi, one.shares) for one in method.served(state)
+        FedWeaveModel(backbone, mixture, one.theta, state.router, one.phi, one.shares)
+        for one in method.served(state)
     ]
 
 
 def evaluate_models(
     config: Config,
     tasks: dict[str, Task],
-    models: list[RoutedModel],
+    models: list[FedWeaveModel],
     held: TestSet,
     console: Console,
     predictions: list[dict[str, Any]] | None = None,
@@ -60,7 +61,7 @@ def _mean_tree(trees: list[Any]) -> Any:
 def _evaluate_model(
     config: Config,
     tasks: dict[str, Task],
-    model: RoutedModel,
+    model: FedWeaveModel,
     held: TestSet,
     console: Console,
     predictions: list[dict[str, Any]] | None,
@@ -95,7 +96,7 @@ def _evaluate_model(
 
 
 def answer_scores(
-    config: Config, tasks: dict[str, Task], models: list[RoutedModel], held: TestSet, console: Console
+    config: Config, tasks: dict[str, Task], models: list[FedWeaveModel], held: TestSet, console: Console
 ) -> dict[str, float]:
     """Scores of generated answers with the method's own routing; means where several models serve."""
     used = build_method(config).routing
@@ -109,7 +110,7 @@ def answer_scores(
 def _scores(
     config: Config,
     tasks: dict[str, Task],
-    model: RoutedModel,
+    model: FedWeaveModel,
     held: TestSet,
     weights: torch.Tensor,
     gates: torch.Tensor,

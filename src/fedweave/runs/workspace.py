@@ -17,6 +17,7 @@ from fedweave.data import FederatedData, load_data
 from fedweave.data.examples import Example, Task
 from fedweave.errors import UserError
 from fedweave.federation.client import Client
+from fedweave.federation.distributed import ShardedEngine, world
 from fedweave.federation.engine import InProcessEngine
 from fedweave.training.batch import ClientData
 
@@ -91,7 +92,12 @@ class Prepared:
             for group, part in zip(self.groups[len(names) :], parts[len(names) :], strict=True)
         )
         labels = [[e.task for e in examples] for examples, _ in self.groups[: len(names)]]
-        engine = InProcessEngine(self.backbone, clients, self.config, console)
+        processes = world()
+        engine = (
+            InProcessEngine(self.backbone, clients, self.config, console)
+            if processes is None
+            else ShardedEngine(self.backbone, clients, self.config, console, processes)
+        )
         return Workspace(self.config, self.data, self.backbone, engine, validation, test, labels)
 
 

@@ -12,7 +12,6 @@ import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
-import numpy as np
 import torch
 
 from fedweave.backbone.load import Backbone
@@ -150,6 +149,8 @@ class LockstepTrainer:
         self.backbone, self.mixture, self.router = backbone, mixture, router
         self.config, self.dropout, self.router_rate = config, dropout, router_rate
         self._group: LaneGroup | None = None
+        self._most: int | None = None  # lanes that went into memory, where not all did
+        self.warn: Callable[[str], None] = lambda sentence: None
 
     def train(
         self, lanes: Sequence[Lane], lanes_per_step: int, on_step: Callable[[int], None] = lambda lanes: None
@@ -165,7 +166,7 @@ class LockstepTrainer:
                 results |= zip(members, same, strict=True)
             yield from (results[i] for i in range(len(lanes)))
             return
-        start = 0
+        start, lanes_per_step = 0, min(lanes_per_step, self._most or lanes_per_step)
         while start < len(lanes):
             group = lanes[start : start + lanes_per_step]
             try:
@@ -174,7 +175,8 @@ class LockstepTrainer:
                 if lanes_per_step == 1:
                     raise
                 self.release()
-                lanes_per_step = (lanes_per_step + 1) // 2
+                self._most = lanes_per_step = (min(lanes_per_step, len(lanes)) + 1) // 2
+                self.warn(f"out of memory: {lanes_per_step} at a time from now on.")
                 continue
             yield from finished
             start += len(group)
@@ -251,24 +253,3 @@ def clip_lanes(grads: Sequence[torch.Tensor], limit: float) -> torch.Tensor:
     for grad in grads:
         grad.mul_(factor[:, None])
     return norm
-
-
-def choose_lanes_per_step(backbone: Backbone, lanes: Sequence[Lane], asked: int | str) -> int:
-    """How many lanes fit: as asked, or as many as the device's memory holds activations for."""
-    if asked != "auto":
-        return int(asked)
-    mean = float(np.mean([len(e.ids) for lane in lanes for e in lane.data.examples]))
-    batch = max(len(step) for lane in lanes for step in lane.schedule)
-    return max(1, int(token_capacity(backbone) // max(1.0, mean * batch)))
-
-
-def token_capacity(backbone: Backbone) -> int:
-    """Tokens whose activations fit in about half of the device's memory (on a CPU: in a modest step)."""
-    config = backbone.model.config.get_text_config()
-    # Saved for backward per token and layer: about 12 hidden-wide and 4 MLP-wide tensors.
-    numbers = config.num_hidden_layers * (12 * config.hidden_size + 4 * config.intermediate_size)
-    per_token = numbers * backbone.head.element_size()
-    if backbone.device.type == "cuda":
-        memory = torch.cuda.get_device_properties(backbone.device).total_memory
-        return int(0.5 * memory / per_token)
-    return min(4096, max(512, int(4e9 / per_token)))

@@ -1,0 +1,105 @@
+"""Verbs that hand a model on: export, push, serve."""
+
+from __future__ import annotations
+
+import argparse
+import os
+from pathlib import Path
+
+from fedweave.cli.verbs import Verbs, last
+from fedweave.console import Console
+from fedweave.errors import UserError
+
+
+def register(verbs: Verbs) -> None:
+    export = verbs.add("export", _export, "Write a run's model as a bundle of PEFT adapters and a router.")
+    export.add_argument("folder", type=Path, help="the run folder; with --merge or --soft also a bundle")
+    export.add_argument("target", type=Path, help="a new folder")
+    form = export.add_mutually_exclusive_group()
+    form.add_argument("--merge", type=int, metavar="K", help="instead: a dense model with expert K in its weights")
+    form.add_argument(
+        "--soft",
+        metavar="WEIGHTS",
+        help="instead: one adapter for a fixed mixture, as in 0.5,0.3,0.2",
+    )
+    last(export)
+    push = verbs.add("push", _push, "Upload a bundle to a repository of the Hugging Face hub.")
+    push.add_argument("bundle", type=Path, help="the bundle's folder")
+    push.add_argument("repository", help="owner/name; made when it does not exist")
+    push.add_argument("--private", action="store_true", help="make the repository private")
+    serve = verbs.add("serve", _serve, "Serve a model over HTTP, as OpenAI clients expect it.")
+    serve.add_argument("folder", type=Path, help="a bundle or a run folder")
+    serve.add_argument("--host", default="127.0.0.1")
+    serve.add_argument("--port", type=int, default=8000, help="0 takes a free one")
+    serve.add_argument("--api-key", help="clients must send it (default: the environment's FEDWEAVE_API_KEY)")
+    serve.add_argument("--max-batch", type=int, default=32, help="answers under way at a time")
+    serve.add_argument("--max-queue", type=int, default=256, help="requests that may wait; more are told to retry")
+    serve.add_argument("--max-new-tokens", type=int, default=512, help="longest answer")
+    serve.add_argument("--max-body", type=int, default=1 << 20, metavar="BYTES", help="largest request")
+    serve.add_argument(
+        "--upstream", metavar="URL", help="only route, and let this server answer, which has the experts"
+    )
+    serve.add_argument("--upstream-key", help="its key (default: the environment's FEDWEAVE_UPSTREAM_KEY)")
+    serve.add_argument(
+        "--backbone", metavar="MODEL", help="where a bundle's backbone lies, if elsewhere than trained"
+    )
+    serve.add_argument("--device", default="auto", help="auto, cpu, cuda or cuda:N")
+    last(serve)
+
+
+def _weights(text: str) -> list[float]:
+    try:
+        return [float(part) for part in text.split(",")]
+    except ValueError:
+        raise UserError(f"--soft {text!r} is not a list of weights, as in 0.5,0.3,0.2.") from None
+
+
+def _export(arguments: argparse.Namespace, console: Console) -> None:
+    from fedweave.bundle import export_merged, export_run, export_soft
+
+    source, target = arguments.folder, arguments.target
+    if arguments.merge is not None:
+        export_merged(source, target, arguments.merge, arguments.last)
+        console.say(f"{target}: a dense model with expert {arguments.merge}; its logits are those of the expert.")
+    elif arguments.soft is not None:
+        export_soft(source, target, _weights(arguments.soft), arguments.last)
+        console.say(f"{target}: one adapter for the mixture; PEFT gives the same logits with it.")
+    else:
+        written = export_run(source, target, arguments.last)
+        experts, rounds = written["experts"], written["round"]
+        router = ", and their router" if written["router"] else ""
+        console.say(f"{target}: {experts} experts of round {rounds}{router}; PEFT gives the same logits with each.")
+
+
+def _push(arguments: argparse.Namespace, console: Console) -> None:
+    from fedweave.bundle.hub import push_bundle
+
+    console.say(f"pushed to {push_bundle(arguments.bundle, arguments.repository, arguments.private)}")
+
+
+def _serve(arguments: argparse.Namespace, console: Console) -> None:
+    try:
+        from fedweave.serving.jobs import Limits
+        from fedweave.serving.server import ServerSettings, serve
+    except ImportError as error:
+        raise UserError(f"serving needs {error.name}; install it with `pip install 'fedweave[serve]'`.") from None
+
+    for name in ("max_batch", "max_new_tokens", "max_body"):
+        if getattr(arguments, name) < 1:
+            raise UserError(f"--{name.replace('_', '-')} must be at least 1.")
+    if arguments.max_queue < 0:
+        raise UserError("--max-queue must not be negative.")
+    if arguments.upstream and not arguments.upstream.startswith(("http://", "https://")):
+        raise UserError(f"--upstream {arguments.upstream}: an address starts with http:// or https://.")
+    settings = ServerSettings(
+        host=arguments.host,
+        port=arguments.port,
+        key=arguments.api_key or os.environ.get("FEDWEAVE_API_KEY"),
+        upstream=arguments.upstream,
+        upstream_key=arguments.upstream_key or os.environ.get("FEDWEAVE_UPSTREAM_KEY"),
+    )
+    limits = Limits(arguments.max_batch, arguments.max_queue, arguments.max_new_tokens, arguments.max_body)
+    serve(
+        arguments.folder, settings, limits, console,
+        last=arguments.last, backbone=arguments.backbone, device=arguments.device,
+    )  # fmt: skip

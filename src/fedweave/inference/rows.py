@@ -1,0 +1,166 @@
+"""A running batch: prompts join between two steps and leave when their answer ends, each with its own experts.
+
+Everyone who wants answers one by one uses it: the Python API, streaming, and the server, where requests arrive at
+any time. A step is one token for every row; rows that have ended make room at once, because the last row moves
+into the gap.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, nullcontext
+
+import torch
+
+from fedweave.backbone.load import Backbone
+from fedweave.backbone.packing import pack
+from fedweave.backbone.prompts import EncodedPrompt
+from fedweave.evaluation.losses import serving_weights
+from fedweave.experts.mixture import Mixture
+from fedweave.inference.cache import RowCache
+from fedweave.inference.record import RecordedStep
+from fedweave.inference.sampling import Sampling, TokenChooser
+from fedweave.inference.text import AnswerText
+
+
+class Row:
+    """One answer under way."""
+
+    def __init__(
+        self,
+        backbone: Backbone,
+        prompt: EncodedPrompt,
+        gates: torch.Tensor,  # [M]
+        sampling: Sampling,
+        number: int = 0,
+        trim: bool = True,
+    ):
+        self.prompt, self.gates, self.sampling = prompt, gates, sampling
+        self.new: list[int] = []  # tokens of the answer so far
+        self.ended = ""  # why: stop, length, or dropped by its owner
+        self.text = AnswerText(backbone.tokenizer, sampling.stop_strings, trim)
+        self.ends = backbone.end_ids
+        ids = torch.from_numpy(prompt.ids).long().to(backbone.device)
+        self.chooser = TokenChooser(sampling, ids, self.ends, number)
+
+    @property
+    def length(self) -> int:
+        """Columns of the cache that this row will have used after its next step."""
+        return len(self.prompt.ids) + len(self.new)
+
+    @property
+    def room(self) -> int:
+        """Columns that it may need in all."""
+        return len(self.prompt.ids) + self.sampling.max_new_tokens
+
+    def take(self, token: int) -> str:
+        """Note a token; returns the text that it makes certain."""
+        if token in self.ends:
+            self.ended = "stop"
+            return self.text.close()
+        self.new.append(token)
+        piece = self.text.add(token)
+        if self.text.stopped:
+            self.ended = "stop"
+        elif len(self.new) == self.sampling.max_new_tokens:
+            self.ended = "length"
+            piece += self.text.close()
+        return piece
+
+
+class RunningBatch:
+    """Up to ``rows`` answers at a time, each of at most ``length`` tokens with its prompt."""
+
+    def __init__(
+        self, backbone: Backbone, mixture: Mixture | None, theta: torch.Tensor | None, rows: int, length: int
+    ):
+        self.backbone, self.mixture, self.capacity = backbone, mixture, rows
+        self.weights = (
+            serving_weights(mixture.layout, theta, backbone.dtype) if mixture and theta is not None else []
+        )
+        self.rows: list[Row] = []
+        self.cache = RowCache(rows, length)
+        self._recorded: dict[int, RecordedStep] | None = {} if backbone.device.type == "cuda" else None
+        self.prefill = 16_384 if backbone.device.type == "cuda" else 1_024  # prompt tokens read between two steps
+
+    @torch.no_grad()
+    def advance(self, waiting: deque[Row]) -> Iterator[tuple[Row, str]]:
+        """Let rows leave and join, then one token for everyone; yields (row, new text) for each that got one."""
+        self._leave()
+        joining = self._choose(waiting)
+        if joining:
+            yield from self._take(joining, self._read(joining))
+        if self.rows:
+            yield from self._take(self.rows, self._step())
+
+    def _leave(self) -> None:
+        """Ended rows go; the last row takes the place of each."""
+        for i in reversed(range(len(self.rows))):
+            if self.rows[i].ended:
+                last = self.rows.pop()
+                if i < len(self.rows):
+                    self.rows[i] = last
+                    self.cache.move(len(self.rows), i, last.length)
+
+    def _choose(self, waiting: deque[Row]) -> list[Row]:
+        """First come, first served, as long as rows and the token budget last; at least one."""
+        joining: list[Row] = []
+        tokens = 0
+        while waiting and len(self.rows) + len(joining) < self.capacity:
+            tokens += len(waiting[0].prompt.ids)
+            if joining and tokens > self.prefill:
+                break
+            joining.append(waiting.popleft())
+        return joining
+
+    def _read(self, joining: list[Row]) -> torch.Tensor:
+        """Read prompts into free rows; logits of their first tokens, [joining, V]."""
+        device, first = self.backbone.device, len(self.rows)
+        packed = pack([[row.prompt.ids for row in joining]], device)
+        slots = torch.arange(first, first + len(joining), device=device)
+        self.rows += joining
+        cache = self.cache.read(packed, slots)
+        gates = self._gates(joining).to(device).index_select(0, packed.sequence)[None]  # [1, T, M]
+        with self._experts(gates):
+            hidden = self.backbone.hidden(packed, cache)
+        return self.backbone.logits(hidden.index_select(0, packed.boundaries[1:].long() - 1))
+
+    def _step(self) -> torch.Tensor:
+        """Logits of every row's next token, [rows, V]."""
+        newest = torch.tensor([row.new[-1] if row.new else 0 for row in self.rows])
+        positions = torch.tensor([row.length - 1 for row in self.rows])
+        gates = self._gates(self.rows)
+        if self._recorded is None:
+            device = self.backbone.device
+            columns = max(row.length for row in self.rows)
+            return self._extend(newest.to(device), positions.to(device), gates.to(device), columns)
+        # on CUDA one recording serves all counts up to the next power of two
+        size = min(self.capacity, 1 << (len(self.rows) - 1).bit_length())
+        if size not in self._recorded:
+            self._recorded[size] = RecordedStep(size, gates.shape[1], self.backbone.device, self._extend)
+        return self._recorded[size](newest, positions, gates)
+
+    def _extend(
+        self, newest: torch.Tensor, positions: torch.Tensor, gates: torch.Tensor, columns: int | None = None
+    ) -> torch.Tensor:
+        """One more token for the first rows: all tensors in, logits out."""
+        cache = self.cache.extend(positions, columns)
+        with self._experts(gates[:, None]):
+            hidden = self.backbone.next_hidden(newest, positions, cache)
+        return self.backbone.logits(hidden)
+
+    def _gates(self, rows: list[Row]) -> torch.Tensor:
+        """[rows, M] on the host."""
+        return torch.stack([row.gates for row in rows])
+
+    def _experts(self, gates: torch.Tensor) -> AbstractContextManager[None]:
+        """A pass with every row's own gates, broadcastable to its tokens; without a mixture the bare backbone."""
+        return nullcontext() if self.mixture is None else self.mixture.active(self.weights, gates)
+
+    def _take(self, rows: list[Row], logits: torch.Tensor) -> Iterator[tuple[Row, str]]:
+        """Choose every row's token: all at once where nothing but the maximum is asked for."""
+        best = logits.argmax(-1).tolist()
+        for row, token, scores in zip(list(rows), best, logits, strict=True):
+            if not row.ended:
+                yield row, row.take(token if row.chooser.plain else row.chooser.choose(scores, row.new))

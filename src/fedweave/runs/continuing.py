@@ -1,0 +1,33 @@
+"""``init=BUNDLE``: the experts and the router of a bundle as the first state of a new federation."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from fedweave.backbone.load import Backbone
+from fedweave.config import Config
+from fedweave.errors import UserError
+from fedweave.methods.base import ServerState
+
+
+def initial_state(config: Config, backbone: Backbone) -> ServerState:
+    """The bundle's state, once method, backbone and shapes are those of the config."""
+    from fedweave.bundle.load import read_state, verify_bundle
+
+    folder = Path(str(config.init)).expanduser()
+    description = verify_bundle(folder)
+    rank = "experts.single_rank" if description["router"] is None else "experts.rank"
+    experts = config.experts
+    wanted = {
+        "method": (config.method, description["method"]),
+        rank: (experts.single_rank if description["router"] is None else experts.rank, description["rank"]),
+        "experts.alpha": (experts.alpha, description["alpha"]),
+        "experts.target_modules": (sorted(experts.target_modules), sorted(description["target_modules"])),
+    }
+    for key, (asked, found) in wanted.items():
+        if asked != found:
+            value = f"[{','.join(found)}]" if isinstance(found, list) else f"{found}"
+            raise UserError(f"init={config.init} does not fit {key}={asked}; set {key}={value}, as in the bundle.")
+    layers = backbone.linear_layers(config.experts.target_modules)
+    layout, theta, router, phi = read_state(folder, description, backbone, layers)
+    return ServerState(layout, router, theta, phi, description["shares"])

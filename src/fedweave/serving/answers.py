@@ -1,0 +1,143 @@
+"""Events to responses: the answers to one request, whole or as a stream, for as long as its client is there."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Awaitable
+from typing import Any, TypeVar
+
+from fastapi import Request
+from fastapi.responses import StreamingResponse
+from starlette.types import Receive, Scope, Send
+
+from fedweave.serving.guard import ApiError
+from fedweave.serving.jobs import Answering, Ended, Failed, Piece, Routed
+from fedweave.serving.metrics import Metrics
+from fedweave.serving.protocol import Reply, error_body, event, usage
+
+T = TypeVar("T")
+
+
+class Answers:
+    """The answers to one request, one or several prompts, whole or in pieces."""
+
+    def __init__(self, metrics: Metrics, reply: Reply, answerings: list[Answering], routing: str, started: float):
+        self.metrics, self.reply, self.answerings, self.started = metrics, reply, answerings, started
+        self.routing = routing
+        self.routed: list[Routed] = []
+        self.prompt_tokens = sum(len(a.job.prompt.ids) for a in answerings)
+
+    async def begin(self) -> None:
+        """Wait until every prompt has its expert; until then a failure is still a proper status."""
+        for answering in self.answerings:
+            first = await answering.next()
+            if isinstance(first, Failed):
+                raise ApiError(first.status, first.message)
+            assert isinstance(first, Routed)
+            self.routed.append(first)
+
+    @property
+    def fedweave(self) -> Any:
+        """Who answers: an object, or a list of them where several prompts were sent."""
+        told = [{"expert": r.expert, "weights": r.weights, "routing": self.routing} for r in self.routed]
+        return told[0] if len(told) == 1 else told
+
+    async def whole(self) -> dict[str, Any]:
+        texts, reasons, tokens = [""] * len(self.answerings), [""] * len(self.answerings), 0
+        for i, answering in enumerate(self.answerings):
+            async for told in answering.events():
+                if isinstance(told, Piece):
+                    texts[i] += told.text
+                elif isinstance(told, Ended):
+                    reasons[i], tokens = told.reason, tokens + told.tokens
+                elif isinstance(told, Failed):
+                    raise ApiError(told.status, told.message)
+        self._count(tokens)
+        return self.reply.whole(texts, reasons, usage(self.prompt_tokens, tokens), self.fedweave)
+
+    async def chunks(self, include_usage: bool) -> AsyncIterator[str]:
+        """Server-sent events; several prompts take turns as their text comes."""
+        tokens, waiting_for_text = 0, True
+        for index in range(len(self.answerings)):
+            yield self.reply.chunk(index, "", first=True, **({"fedweave": self.fedweave} if index == 0 else {}))
+        async for index, told in merged(self.answerings):
+            if isinstance(told, Piece):
+                if waiting_for_text:
+                    self.metrics.first.observe(time.monotonic() - self.started)
+                    waiting_for_text = False
+                yield self.reply.chunk(index, told.text)
+            elif isinstance(told, Ended):
+                tokens += told.tokens
+                yield self.reply.chunk(index, "", told.reason)
+            elif isinstance(told, Failed):
+                yield event(error_body(told.status, told.message))
+                return
+        self._count(tokens)
+        if include_usage:
+            yield self.reply.usage_chunk(usage(self.prompt_tokens, tokens))
+        yield "data: [DONE]\n\n"
+
+    def cancel(self) -> None:
+        for answering in self.answerings:
+            answering.cancel()
+
+    def _count(self, tokens: int) -> None:
+        self.metrics.whole.observe(time.monotonic() - self.started)
+        self.metrics.tokens.labels("prompt").inc(self.prompt_tokens)
+        self.metrics.tokens.labels("completion").inc(tokens)
+        for routed in self.routed:
+            self.metrics.answers.labels(f"expert_{routed.expert}").inc()
+
+
+class EventStream(StreamingResponse):
+    """A stream that frees its rows however it ends."""
+
+    def __init__(self, answer: Answers, include_usage: bool):
+        super().__init__(answer.chunks(include_usage), media_type="text/event-stream")
+        self.headers["Cache-Control"] = "no-store"
+        self._answer = answer
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            await super().__call__(scope, receive, send)
+        finally:
+            self._answer.cancel()
+
+
+async def merged(answerings: list[Answering]) -> AsyncIterator[tuple[int, Any]]:
+    """Events of several answers in the order in which they come."""
+    pending = {asyncio.ensure_future(a.next()): i for i, a in enumerate(answerings)}
+    try:
+        while pending:
+            done, _ = await asyncio.wait(pending, return_when=asyncio.FIRST_COMPLETED)
+            for task in done:
+                index, told = pending.pop(task), task.result()
+                yield index, told
+                if not isinstance(told, Ended | Failed):
+                    pending[asyncio.ensure_future(answerings[index].next())] = index
+    finally:
+        for task in pending:
+            task.cancel()
+
+
+class Gone(Exception):
+    """The client has hung up."""
+
+
+async def unless_gone(request: Request, work: Awaitable[T]) -> T:
+    """Wait for ``work``, but no longer than the client does."""
+
+    async def hung_up() -> None:
+        while (await request.receive())["type"] != "http.disconnect":
+            pass
+
+    task, gone = asyncio.ensure_future(work), asyncio.ensure_future(hung_up())
+    try:
+        await asyncio.wait({task, gone}, return_when=asyncio.FIRST_COMPLETED)
+        if not task.done():
+            raise Gone
+        return task.result()
+    finally:
+        task.cancel()
+        gone.cancel()

@@ -1,0 +1,156 @@
+"""The HTTP side: requests to jobs, and the routes. It knows of models only how a prompt becomes tokens."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any, Literal
+
+from fastapi import FastAPI, Request
+from fastapi.responses import HTMLResponse, JSONResponse, Response
+from jinja2 import TemplateError
+from starlette.concurrency import run_in_threadpool
+
+from fedweave.backbone.load import Backbone
+from fedweave.backbone.prompts import EncodedPrompt, LongAnswer
+from fedweave.errors import UserError, first_line
+from fedweave.serving.answers import Answers, EventStream, Gone, unless_gone
+from fedweave.serving.guard import ApiError, Guard, speak_openai
+from fedweave.serving.jobs import Backend, Busy, Job, Limits
+from fedweave.serving.metrics import Metrics
+from fedweave.serving.protocol import ChatRequest, CommonRequest, CompletionRequest, Reply
+
+ROUTED = "fedweave"  # the model name that leaves the choice to the router
+
+
+class Api:
+    """Requests to jobs, events to responses."""
+
+    def __init__(self, backbone: Backbone, experts: int, backend: Backend, limits: Limits):
+        self.backbone, self.backend, self.limits = backbone, backend, limits
+        self.names = [ROUTED, *(f"expert_{m}" for m in range(experts))]
+        self.metrics = Metrics(backend)
+        self.started = int(time.time())
+
+    # ---------------------------------------------------------------------------------- requests
+
+    def expert(self, name: str) -> int | None:
+        """The expert that a model name forces; None: the router's choice."""
+        if name not in self.names:
+            known = ", ".join(self.names)
+            raise ApiError(404, f"model {name!r} is not served here; there are {known}.", "model_not_found")
+        return None if name == ROUTED else self.names.index(name) - 1
+
+    def encode(self, body: CommonRequest) -> list[EncodedPrompt]:
+        """Prompts as tokens. One that is too long is refused: a server must not answer half of a question."""
+        prompts = self.backbone.prompts
+        too_long = f"the prompt is longer than {prompts.max_length} tokens."
+        try:
+            if isinstance(body, ChatRequest):
+                encoded = prompts.encode_prompts([body.prompt()])
+            else:
+                assert isinstance(body, CompletionRequest)
+                encoded = [prompts.encode_raw(text) for text in body.prompts()]
+        except LongAnswer:
+            raise ApiError(400, too_long, "context_length_exceeded") from None
+        except TemplateError as error:  # some templates insist on an order of roles
+            raise UserError(f"messages: the chat template refuses them ({first_line(error)}).") from None
+        if not encoded or not all(len(prompt.ids) for prompt in encoded):
+            raise UserError("prompt: there is nothing to continue.")
+        if any(prompt.truncated for prompt in encoded):
+            raise ApiError(400, too_long, "context_length_exceeded")
+        return encoded
+
+    async def respond(self, request: Request, kind: Literal["chat", "text"], body: CommonRequest) -> Response:
+        started = time.monotonic()
+        expert = self.expert(body.model)
+        sampling = body.sampling(self.limits.max_new_tokens)
+        prompts = await run_in_threadpool(self.encode, body)
+        if len(prompts) > self.limits.max_batch:
+            raise UserError(f"prompt: at most {self.limits.max_batch} prompts in one request.")
+        jobs = [Job(prompt, sampling, expert, body.routing, trim=kind == "chat") for prompt in prompts]
+        try:
+            answerings = self.backend.submit(jobs)
+        except Busy as busy:
+            raise ApiError(429, str(busy), "queue_full", {"Retry-After": str(busy.retry_after)}) from None
+        answer = Answers(self.metrics, Reply(kind, body.model), answerings, body.routing, started)
+        try:
+            await unless_gone(request, answer.begin())
+            if body.stream:
+                include = bool(body.stream_options and body.stream_options.include_usage)
+                return EventStream(answer, include)
+            return JSONResponse(await unless_gone(request, answer.whole()))
+        except Gone:
+            answer.cancel()
+            return Response(status_code=499)  # nobody reads it
+        except BaseException:
+            answer.cancel()
+            raise
+
+    # ---------------------------------------------------------------------------------- the rest
+
+    def models(self) -> list[dict[str, Any]]:
+        return [
+            {
+                "id": name,
+                "object": "model",
+                "created": self.started,
+                "owned_by": "fedweave",
+                "root": self.backbone.name,
+            }
+            for name in self.names
+        ]
+
+    async def health(self) -> JSONResponse:
+        problem = await self.backend.problem()
+        facts = {"model": self.backbone.name, "experts": len(self.names) - 1}
+        facts |= {"max_prompt_tokens": self.backbone.prompts.max_length, "max_tokens": self.limits.max_new_tokens}
+        load = {"running": self.backend.running, "waiting": self.backend.waiting}
+        status = {"status": "ok"} if not problem else {"status": "unavailable", "reason": problem}
+        return JSONResponse({**status, **facts, **load}, 503 if problem else 200)
+
+
+def build_app(api: Api, key: str | None = None) -> FastAPI:
+    @asynccontextmanager
+    async def life(app: FastAPI) -> AsyncIterator[None]:
+        api.backend.start()
+        yield
+        await api.backend.stop()
+
+    app = FastAPI(title="fedweave", lifespan=life, docs_url=None, redoc_url=None, openapi_url=None)
+    app.add_middleware(Guard, key=key, limits=api.limits, metrics=api.metrics)
+    page = (Path(__file__).parent / "page.html").read_text(encoding="utf-8")
+
+    @app.post("/v1/chat/completions")
+    async def chat(request: Request, body: ChatRequest) -> Response:
+        return await api.respond(request, "chat", body)
+
+    @app.post("/v1/completions")
+    async def completions(request: Request, body: CompletionRequest) -> Response:
+        return await api.respond(request, "text", body)
+
+    @app.get("/v1/models")
+    async def models() -> dict[str, Any]:
+        return {"object": "list", "data": api.models()}
+
+    @app.get("/v1/models/{name}")
+    async def model(name: str) -> dict[str, Any]:
+        api.expert(name)
+        return next(m for m in api.models() if m["id"] == name)
+
+    @app.get("/health")
+    async def health() -> JSONResponse:
+        return await api.health()
+
+    @app.get("/metrics")
+    async def metrics() -> Response:
+        return Response(api.metrics.text(), media_type="text/plain; version=0.0.4")
+
+    @app.get("/")
+    async def root() -> HTMLResponse:
+        return HTMLResponse(page)
+
+    speak_openai(app)
+    return app

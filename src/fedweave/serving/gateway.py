@@ -1,0 +1,195 @@
+"""The gateway: routes here, answers elsewhere.
+
+An upstream OpenAI-compatible server (vLLM, SGLang …) holds the experts as LoRA modules named expert_0, expert_1
+and so on. The gateway needs only the bare backbone and the router: it reads the prompt once, picks the expert, and
+sends the very tokens that the experts were trained on to the upstream's /v1/completions, so that no other chat
+template comes between.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator, Sequence
+from typing import Any
+
+import httpx
+
+from fedweave.errors import UserError, first_line
+from fedweave.inference.model import FedWeaveModel
+from fedweave.inference.text import AnswerText
+from fedweave.serving.jobs import Answering, Busy, Ended, Failed, Job, Limits, Piece, Routed
+
+
+class Gateway:
+    """A backend that asks another server."""
+
+    def __init__(self, model: FedWeaveModel, limits: Limits, url: str, key: str | None = None):
+        self.model, self.limits = model, limits
+        self.url = url.rstrip("/").removesuffix("/v1")
+        headers = {"Authorization": f"Bearer {key}"} if key else {}
+        timeout = httpx.Timeout(600.0, connect=5.0)
+        connections = httpx.Limits(max_connections=None, max_keepalive_connections=limits.max_batch)
+        self._client = httpx.AsyncClient(base_url=self.url, headers=headers, timeout=timeout, limits=connections)
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._to_route: asyncio.Queue[tuple[Job, asyncio.Future[list[float]]]] = asyncio.Queue()
+        self._slots = asyncio.Semaphore(limits.max_batch)
+        self._router: asyncio.Task[None] | None = None
+        self.running = 0
+
+    @property
+    def waiting(self) -> int:
+        return len(self._tasks) - self.running
+
+    def start(self) -> None:
+        self._router = asyncio.get_running_loop().create_task(self._route_all())
+
+    async def stop(self) -> None:
+        for task in [*self._tasks, *([self._router] if self._router else [])]:
+            task.cancel()
+        await self._client.aclose()
+
+    async def problem(self) -> str:
+        """Reachable, and with every expert under its name."""
+        try:
+            response = await self._client.get("/v1/models", timeout=5.0)
+            response.raise_for_status()
+            served = {entry["id"] for entry in response.json()["data"]}
+        except (httpx.HTTPError, ValueError, KeyError, TypeError) as error:
+            return f"the upstream {self.url} does not answer: {first_line(error)}"
+        missing = [m for m in range(self.model.mixture.layout.experts) if f"expert_{m}" not in served]
+        return f"the upstream {self.url} does not serve expert_{missing[0]}" if missing else ""
+
+    def submit(self, jobs: Sequence[Job]) -> list[Answering]:
+        if any(job.routing != "sparse" for job in jobs):
+            raise UserError("routing: an upstream serves one expert per request; only sparse is possible here.")
+        if len(self._tasks) + len(jobs) > self.limits.max_batch + self.limits.max_queue:
+            raise Busy(1)
+        return [self._begin(job) for job in jobs]
+
+    def _begin(self, job: Job) -> Answering:
+        def cancel() -> None:
+            task.cancel()
+
+        answering = Answering(job, cancel)
+        task = asyncio.get_running_loop().create_task(self._answer(job, answering))
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        return answering
+
+    async def _answer(self, job: Job, answering: Answering) -> None:
+        try:
+            async with self._slots:
+                self.running += 1
+                try:
+                    await self._ask(job, answering)
+                finally:
+                    self.running -= 1
+        except _Refused as error:
+            answering.tell(Failed(error.status, str(error)))
+        except httpx.HTTPError as error:
+            answering.tell(Failed(502, f"the upstream {self.url} failed: {first_line(error)}."))
+        except Exception as error:
+            answering.tell(Failed(502, f"the upstream {self.url} answered in a way not understood: {error!r}."))
+
+    # ---------------------------------------------------------------------------------- routing
+
+    async def _route_all(self) -> None:
+        """Prompts that arrive while one pass runs share the next."""
+        loop = asyncio.get_running_loop()
+        while True:
+            asked = [await self._to_route.get()]
+            while not self._to_route.empty() and len(asked) < self.limits.max_batch:
+                asked.append(self._to_route.get_nowait())
+            prompts = [job.prompt for job, _ in asked]
+            try:
+                weights = await loop.run_in_executor(None, self.model.route_encoded, prompts)
+            except Exception as error:
+                for _, future in asked:
+                    if not future.done():
+                        future.set_exception(_Refused(500, f"routing failed: {first_line(error)}."))
+                continue
+            for (_, future), row in zip(asked, weights.tolist(), strict=True):
+                if not future.done():  # the client may have gone
+                    future.set_result(row)
+
+    async def _weights(self, job: Job) -> list[float]:
+        future: asyncio.Future[list[float]] = asyncio.get_running_loop().create_future()
+        self._to_route.put_nowait((job, future))
+        return await future
+
+    # ---------------------------------------------------------------------------------- forwarding
+
+    async def _ask(self, job: Job, answering: Answering) -> None:
+        weights = await self._weights(job) if job.expert is None else None
+        expert = job.expert if weights is None else weights.index(max(weights))
+        assert expert is not None
+        text = AnswerText(self.model.backbone.tokenizer, trim=job.trim)
+        reason, tokens, begun = "stop", 0, False
+        async for chunk in self._chunks(self._request(job, expert)):
+            if not begun:  # the upstream has accepted
+                answering.tell(Routed(expert, weights))
+                begun = True
+            tokens = (chunk.get("usage") or {}).get("completion_tokens", tokens)
+            for choice in chunk.get("choices", []):
+                if piece := text.feed(choice.get("text") or ""):
+                    answering.tell(Piece(piece))
+                reason = choice.get("finish_reason") or reason
+        if not begun:
+            raise _Refused(502, f"the upstream {self.url} sent an empty answer.")
+        if rest := text.close():
+            answering.tell(Piece(rest))
+        answering.tell(Ended(reason, tokens))
+
+    def _request(self, job: Job, expert: int) -> dict[str, Any]:
+        sampling = job.sampling
+        request = {
+            "model": f"expert_{expert}",
+            "prompt": job.prompt.ids.tolist(),
+            "max_tokens": sampling.max_new_tokens,
+            "temperature": sampling.temperature if sampling.do_sample else 0,
+            "top_p": sampling.top_p,
+            "top_k": sampling.top_k or -1,  # said outright, lest the upstream takes a default of the model's own
+            "min_p": sampling.min_p,
+            "repetition_penalty": sampling.repetition_penalty,
+            "seed": sampling.seed,
+            "stop": list(sampling.stop_strings) or None,
+            "stop_token_ids": self.model.backbone.end_ids,  # an extension of vLLM's and SGLang's
+            "stream": True,
+            "stream_options": {"include_usage": True},
+        }
+        return {name: value for name, value in request.items() if value is not None}
+
+    async def _chunks(self, request: dict[str, Any]) -> AsyncIterator[dict[str, Any]]:
+        """The upstream's events, parsed; its refusals as ours."""
+        async with self._client.stream("POST", "/v1/completions", json=request) as response:
+            if response.status_code != 200:
+                await response.aread()
+                raise _Refused.of(response, self.url)
+            async for line in response.aiter_lines():
+                data = line.removeprefix("data:").strip()
+                if not line.startswith("data:") or data == "[DONE]":
+                    continue
+                chunk = json.loads(data)
+                if "error" in chunk:
+                    raise _Refused(502, f"the upstream {self.url} failed: {chunk['error']}.")
+                yield chunk
+
+
+class _Refused(Exception):
+    def __init__(self, status: int, message: str):
+        super().__init__(message)
+        self.status = status
+
+    @classmethod
+    def of(cls, response: httpx.Response, url: str) -> _Refused:
+        """A request it finds wrong, or too many of them, is the client's; anything else is a bad gateway."""
+        try:
+            message = response.json()["error"]["message"]
+        except (ValueError, KeyError, TypeError):
+            message = response.text[:200]
+        status = response.status_code if response.status_code in (400, 429) else 502
+        hint = ""
+        if response.status_code == 404:
+            hint = "; start it with --lora-modules expert_0=… for every expert"
+        return cls(status, f"the upstream {url} refuses ({response.status_code}): {message}{hint}")

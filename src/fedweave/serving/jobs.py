@@ -1,0 +1,122 @@
+"""One prompt to answer, and what happens to it: the words in which the app and its backends talk."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from fedweave.backbone.prompts import EncodedPrompt
+from fedweave.inference.sampling import Sampling
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What a server takes on."""
+
+    max_batch: int  # answers under way at a time
+    max_queue: int  # requests that may wait besides
+    max_new_tokens: int  # longest answer
+    max_body: int  # bytes of a request
+
+
+@dataclass(frozen=True)
+class Job:
+    """One prompt with its options; ``expert`` forces one, None lets the router choose."""
+
+    prompt: EncodedPrompt
+    sampling: Sampling
+    expert: int | None = None
+    routing: str = "sparse"
+    trim: bool = True  # drop blanks around the answer
+
+
+@dataclass(frozen=True)
+class Routed:
+    """The answer begins: which expert has the largest weight, and all weights (None when one was forced)."""
+
+    expert: int
+    weights: list[float] | None
+
+
+@dataclass(frozen=True)
+class Piece:
+    text: str
+
+
+@dataclass(frozen=True)
+class Ended:
+    reason: str  # stop or length
+    tokens: int  # of the answer
+
+
+@dataclass(frozen=True)
+class Failed:
+    """No answer, or no more of it: an HTTP status and a sentence."""
+
+    status: int
+    message: str
+
+
+Event = Routed | Piece | Ended | Failed
+
+
+class Busy(Exception):
+    """No room for more; try again after some seconds."""
+
+    def __init__(self, retry_after: int):
+        super().__init__(f"the queue is full; try again in {retry_after} s.")
+        self.retry_after = retry_after
+
+
+class Answering:
+    """A job under way, as its client sees it. Events may come from any thread; they are read on the event loop."""
+
+    def __init__(self, job: Job, on_cancel: Callable[[], None] = lambda: None):
+        self.job = job
+        self.cancelled = False
+        self._on_cancel = on_cancel
+        self._loop = asyncio.get_running_loop()
+        self._events: asyncio.Queue[Event] = asyncio.Queue()
+
+    def tell(self, event: Event) -> None:
+        """Called by the backend."""
+        if not self._loop.is_closed():
+            self._loop.call_soon_threadsafe(self._events.put_nowait, event)
+
+    def cancel(self) -> None:
+        """The client has gone, or has its answer: whatever is still held for it is freed."""
+        self.cancelled = True
+        self._on_cancel()
+
+    async def next(self) -> Event:
+        return await self._events.get()
+
+    async def events(self) -> AsyncIterator[Event]:
+        """Up to and including the last one."""
+        while True:
+            event = await self.next()
+            yield event
+            if isinstance(event, Ended | Failed):
+                return
+
+
+class Backend(Protocol):
+    """Whatever answers jobs."""
+
+    def start(self) -> None: ...
+
+    async def stop(self) -> None: ...
+
+    def submit(self, jobs: Sequence[Job]) -> list[Answering]:
+        """Take all of them on, or raise :class:`Busy`."""
+
+    @property
+    def running(self) -> int: ...
+
+    @property
+    def waiting(self) -> int: ...
+
+    async def problem(self) -> str:
+        """Why it cannot answer now; empty when it can."""

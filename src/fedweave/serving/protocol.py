@@ -1,0 +1,184 @@
+"""Requests and responses as OpenAI clients write and read them."""
+
+from __future__ import annotations
+
+import json
+import time
+import uuid
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from fedweave.errors import UserError
+from fedweave.inference.sampling import Sampling
+from fedweave.router.mlp import active_experts
+
+# What would change an answer but is not offered: better refused than passed over in silence.
+UNSUPPORTED = {
+    "tools", "tool_choice", "functions", "function_call", "response_format", "logprobs", "top_logprobs",
+    "logit_bias", "frequency_penalty", "presence_penalty", "echo", "best_of", "suffix", "audio", "modalities",
+}  # fmt: skip
+HARMLESS: tuple[Any, ...] = (None, False, 0, [], {}, "none", "auto", {"type": "text"})
+
+
+def whole_text(text: str, param: str) -> str:
+    """JSON can write half of a surrogate pair, which is no character and which no tokenizer takes."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        raise UserError(f"{param}: the text holds half of a surrogate pair; send whole characters.") from None
+    return text
+
+
+class Message(BaseModel):
+    """A chat message; content is a text, or parts of type text."""
+
+    role: Literal["system", "developer", "user", "assistant", "tool"]
+    content: str | list[dict[str, Any]]
+
+    def plain(self) -> dict[str, str]:
+        """As templates take it: the developer is the system, parts are joined."""
+        if isinstance(self.content, str):
+            text = self.content
+        elif all(part.get("type") == "text" and isinstance(part.get("text"), str) for part in self.content):
+            text = "\n".join(part["text"] for part in self.content)
+        else:
+            raise UserError("messages: only text parts are understood.")
+        return {
+            "role": "system" if self.role == "developer" else self.role,
+            "content": whole_text(text, "messages"),
+        }
+
+
+class StreamOptions(BaseModel):
+    include_usage: bool = False
+
+
+class CommonRequest(BaseModel):
+    """What both endpoints share. Temperature 0, our default, is greedy: that is how the model was tested."""
+
+    model_config = ConfigDict(extra="allow", protected_namespaces=())
+
+    model: str
+    max_tokens: int | None = Field(None, ge=1)
+    temperature: float | None = Field(None, ge=0, le=2)
+    top_p: float | None = Field(None, gt=0, le=1)
+    top_k: int | None = Field(None, ge=-1)  # 0 and -1: all tokens
+    min_p: float | None = Field(None, ge=0, le=1)
+    repetition_penalty: float | None = Field(None, gt=0, le=100)
+    seed: int | None = None
+    stop: str | list[str] | None = None
+    n: int | None = 1
+    stream: bool | None = False
+    stream_options: StreamOptions | None = None
+    routing: str = "sparse"  # ours: sparse, soft, top2 …
+
+    def limit(self) -> int | None:
+        return self.max_tokens
+
+    def sampling(self, longest: int) -> Sampling:
+        """The engine's options; whatever is not offered is one sentence."""
+        if self.n not in (None, 1):
+            raise UserError("n: one answer per request is offered; send the request again for another.")
+        for name, value in (self.model_extra or {}).items():
+            if name in UNSUPPORTED and value not in HARMLESS:
+                raise UserError(f"{name}: not offered by this server.")
+        active_experts(self.routing)
+        asked = self.limit()
+        if asked is not None and asked > longest:
+            raise UserError(f"max_tokens: at most {longest} tokens are answered here, not {asked}.")
+        stops = [self.stop] if isinstance(self.stop, str) else self.stop or []
+        if len(stops) > 16:
+            raise UserError("stop: at most 16 stop strings.")
+        options: dict[str, Any] = {
+            "max_new_tokens": asked or longest,
+            "repetition_penalty": self.repetition_penalty,
+            "stop_strings": stops,
+        }
+        if self.temperature:  # 0 and null are greedy; what shapes a draw then has nothing to shape
+            drawn = {k: getattr(self, k) for k in ("temperature", "top_p", "top_k", "min_p", "seed")}
+            options |= {"do_sample": True, **drawn, "top_k": max(0, self.top_k or 0)}
+        return Sampling.of(options)
+
+
+class ChatRequest(CommonRequest):
+    messages: list[Message] = Field(min_length=1)
+    max_completion_tokens: int | None = Field(None, ge=1)
+
+    def limit(self) -> int | None:
+        return self.max_completion_tokens or self.max_tokens
+
+    def prompt(self) -> tuple[dict[str, str], ...]:
+        messages = tuple(message.plain() for message in self.messages)
+        if not any(m["role"] == "user" and m["content"].strip() for m in messages):
+            raise UserError("messages: there is no user message, or it is empty.")
+        return messages
+
+
+class CompletionRequest(CommonRequest):
+    """Texts are continued as they stand, without the template; lists of token ids too."""
+
+    prompt: str | list[str] | list[int] | list[list[int]]
+
+    def prompts(self) -> list[Any]:
+        """Always several: each a text or a list of token ids."""
+        one = isinstance(self.prompt, str) or (self.prompt and isinstance(self.prompt[0], int))
+        prompts: list[Any] = [self.prompt] if one else list(self.prompt)
+        return [whole_text(p, "prompt") if isinstance(p, str) else p for p in prompts]
+
+
+# ------------------------------------------------------------------------------------------ responses
+
+
+class Reply:
+    """The envelope of one response: its id, model and time, whole or in chunks."""
+
+    def __init__(self, kind: Literal["chat", "text"], model: str):
+        self.kind, self.model, self.created = kind, model, int(time.time())
+        self.id = f"{'chatcmpl' if kind == 'chat' else 'cmpl'}-{uuid.uuid4().hex[:24]}"
+
+    def whole(self, texts: list[str], reasons: list[str], usage: dict[str, int], fedweave: Any) -> dict[str, Any]:
+        choices = [
+            {"index": i, "finish_reason": reason, "logprobs": None, **self._content(text)}
+            for i, (text, reason) in enumerate(zip(texts, reasons, strict=True))
+        ]
+        kind = "chat.completion" if self.kind == "chat" else "text_completion"
+        return self._envelope(kind, choices) | {"usage": usage, "fedweave": fedweave}
+
+    def _content(self, text: str) -> dict[str, Any]:
+        return {"message": {"role": "assistant", "content": text}} if self.kind == "chat" else {"text": text}
+
+    def chunk(self, index: int, text: str, reason: str | None = None, first: bool = False, **extra: Any) -> str:
+        """One event of a stream; the first of a chat names the role, the last the reason."""
+        if self.kind == "chat":
+            delta: dict[str, Any] = {"role": "assistant", "content": text} if first else {"content": text}
+            content: dict[str, Any] = {"delta": {} if reason else delta}
+        else:
+            content = {"text": text}
+        choice = {"index": index, "finish_reason": reason, "logprobs": None, **content}
+        return event(self._envelope(self._chunk_kind, [choice]) | extra)
+
+    def usage_chunk(self, usage: dict[str, int]) -> str:
+        return event(self._envelope(self._chunk_kind, []) | {"usage": usage})
+
+    @property
+    def _chunk_kind(self) -> str:
+        return "chat.completion.chunk" if self.kind == "chat" else "text_completion"
+
+    def _envelope(self, kind: str, choices: list[dict[str, Any]]) -> dict[str, Any]:
+        return {"id": self.id, "object": kind, "created": self.created, "model": self.model, "choices": choices}
+
+
+def event(content: Any) -> str:
+    """One server-sent event."""
+    return f"data: {json.dumps(content, ensure_ascii=False)}\n\n"
+
+
+def usage(prompt: int, completion: int) -> dict[str, int]:
+    return {"prompt_tokens": prompt, "completion_tokens": completion, "total_tokens": prompt + completion}
+
+
+def error_body(status: int, message: str, code: str | None = None, param: str | None = None) -> dict[str, Any]:
+    kinds = {401: "authentication_error", 404: "invalid_request_error", 429: "rate_limit_error"}
+    kind = kinds.get(status, "invalid_request_error" if status < 500 else "server_error")
+    return {"error": {"message": message, "type": kind, "param": param, "code": code}}

@@ -1,0 +1,91 @@
+"""Everything together: load, bind, serve."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+import uvicorn
+
+from fedweave.console import Console
+from fedweave.errors import UserError
+from fedweave.inference.model import FedWeaveModel
+from fedweave.serving.app import Api, build_app
+from fedweave.serving.engine import Engine
+from fedweave.serving.gateway import Gateway
+from fedweave.serving.jobs import Limits
+
+
+@dataclass(frozen=True)
+class ServerSettings:
+    """Where and for whom."""
+
+    host: str = "127.0.0.1"
+    port: int = 8000
+    key: str | None = None
+    upstream: str | None = None
+    upstream_key: str | None = None
+
+
+def serve(
+    folder: Path,
+    settings: ServerSettings,
+    limits: Limits,
+    console: Console,
+    *,
+    last: bool = False,
+    backbone: str | None = None,
+    device: str = "auto",
+) -> None:
+    """Load a run or a bundle and answer until interrupted. The port is taken first: a clash shows at once."""
+    listener = _listen(settings.host, settings.port)
+    if settings.key is None and settings.host not in ("127.0.0.1", "localhost", "::1"):
+        console.warn(f"anyone who reaches {settings.host} may use this server; --api-key would ask for a key.")
+    model = FedWeaveModel.from_pretrained(folder, last=last, model=backbone, device=device)
+    check_length(model, limits)
+    with suppress(KeyboardInterrupt):  # Ctrl-C: uvicorn has let the answers under way come to their end
+        asyncio.run(_serve(model, settings, limits, listener, console))
+
+
+async def _serve(
+    model: FedWeaveModel, settings: ServerSettings, limits: Limits, listener: socket.socket, console: Console
+) -> None:
+    experts = model.mixture.layout.experts
+    backend: Engine | Gateway = Engine(model, limits)
+    if settings.upstream:
+        backend = Gateway(model, limits, settings.upstream, settings.upstream_key)
+        if problem := await backend.problem():
+            console.warn(f"{problem}; requests will fail until it does.")
+    app = build_app(Api(model.backbone, experts, backend, limits), settings.key)
+    host, port = listener.getsockname()[:2]
+    console.say(f"{experts} experts on {model.backbone.name}; http://{host}:{port} (API at /v1, Ctrl-C stops)")
+    config = uvicorn.Config(app, log_level="warning", access_log=False, ws="none", timeout_graceful_shutdown=10)
+    await uvicorn.Server(config).serve(sockets=[listener])
+
+
+def check_length(model: FedWeaveModel, limits: Limits) -> None:
+    """Prompt and answer together must fit what the backbone was made for."""
+    longest = getattr(model.backbone.model.config.get_text_config(), "max_position_embeddings", None)
+    prompt = model.backbone.prompts.max_length
+    if longest and prompt + limits.max_new_tokens > longest:
+        raise UserError(
+            f"--max-new-tokens {limits.max_new_tokens} does not fit: prompts may have {prompt} tokens and "
+            f"{model.backbone.name} takes {longest} in all; use at most {longest - prompt}."
+        )
+
+
+def _listen(host: str, port: int) -> socket.socket:
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    listener = socket.socket(family, socket.SOCK_STREAM)
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        listener.bind((host, port))
+        listener.listen(1024)
+    except (OSError, OverflowError) as error:
+        listener.close()
+        reason = getattr(error, "strerror", None) or str(error)
+        raise UserError(f"cannot listen on {host}:{port}: {reason}; choose another --host or --port.") from None
+    return listener

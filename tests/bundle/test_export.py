@@ -1,0 +1,148 @@
+"""What export writes besides the bundle, and what it checks before a folder gets its name."""
+
+import json
+import shutil
+
+import pytest
+import torch
+from peft import PeftModel
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from fedweave.bundle import export_merged, export_soft, load_bundle
+from fedweave.bundle.adapter import check_adapter, probe
+from fedweave.bundle.card import vllm_command
+from fedweave.cli import main
+from fedweave.errors import UserError
+from tests.bundle.conftest import PROMPTS
+
+
+def one_hot(expert: int, experts: int) -> torch.Tensor:
+    return torch.nn.functional.one_hot(torch.tensor(expert), experts).float()
+
+
+def test_a_merged_model_is_the_backbone_with_one_expert(bundle, tmp_path):
+    assert main(["export", str(bundle), str(tmp_path / "dense"), "--merge", "1"]) == 0
+    ours = load_bundle(bundle)
+    dense = AutoModelForCausalLM.from_pretrained(tmp_path / "dense", dtype=torch.float32)
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "dense")
+    for prompt in PROMPTS:
+        answer = ours.generate([prompt], max_new_tokens=6)[0]
+        if answer.expert == 1:
+            ids = tokenizer(f"{prompt}\n\nResponse:", return_tensors="pt").input_ids
+            out = dense.generate(ids, max_new_tokens=6, do_sample=False)[0, ids.shape[1] :]
+            assert tokenizer.decode(out, skip_special_tokens=True).strip() == answer.text
+    ours.backbone.model = dense.eval()
+    torch.testing.assert_close(
+        probe(ours), probe(load_bundle(bundle), one_hot(1, ours.mixture.layout.experts)), atol=1e-4, rtol=1e-4
+    )
+    assert not (tmp_path / "dense" / "adapter_config.json").exists()
+
+
+def test_a_fixed_mixture_is_one_adapter_of_rank_m_times_r(run, bundle, tmp_path, model_folder):
+    ours = load_bundle(bundle)
+    experts = ours.mixture.layout.experts
+    weights = torch.linspace(1, 2, experts).softmax(0)
+    export_soft(run, tmp_path / "soft", weights.tolist())
+    config = json.loads((tmp_path / "soft" / "adapter_config.json").read_text())
+    assert config["r"] == ours.mixture.layout.rank * experts
+    base = AutoModelForCausalLM.from_pretrained(model_folder("llama"), dtype=torch.float32)
+    expected = probe(ours, weights)
+    ours.backbone.model = PeftModel.from_pretrained(base, tmp_path / "soft").eval()
+    torch.testing.assert_close(probe_of(ours), expected, atol=1e-4, rtol=1e-4)
+
+
+@torch.no_grad()
+def probe_of(model):
+    """`probe` through a PEFT wrapper, whose attention was never exchanged."""
+    from fedweave.bundle.adapter import _PROBE
+
+    ids = torch.from_numpy(model.backbone.prompts.encode_prompts([_PROBE])[0].ids).long()[None]
+    return model.backbone.model(ids).logits[0]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--merge", "99"], "there is no expert 99"),
+        (["--soft", "0.5"], "weights, one per expert"),
+        (["--soft", "a,b"], "not a list of weights"),
+        (["--soft", "EVEN+1"], "sum to 1"),
+    ],
+)
+def test_wrong_exports_are_one_sentence_and_leave_nothing(run, bundle, tmp_path, capsys, arguments, message):
+    experts = load_bundle(bundle).mixture.layout.experts
+    arguments = [a.replace("EVEN+1", ",".join(["1"] * experts)) for a in arguments]
+    before = set(tmp_path.iterdir())
+    assert main(["export", str(run), str(tmp_path / "out"), *arguments]) == 2
+    error = capsys.readouterr().err
+    assert message in error and error.count("\n") == 1
+    assert set(tmp_path.iterdir()) == before
+
+
+def test_an_adapter_that_computes_something_else_is_caught(bundle):
+    """Swapped factors, a wrong scale and keys that no layer answers to: what real loaders pass over in silence."""
+    model = load_bundle(bundle)
+    gates = one_hot(0, model.mixture.layout.experts)
+    check_adapter(bundle / "expert_0", model, gates)
+    with pytest.raises(UserError, match="other logits"):
+        check_adapter(bundle / "expert_1", model, gates)
+    config_file = bundle / "expert_0" / "adapter_config.json"
+    config = json.loads(config_file.read_text())
+    config_file.write_text(json.dumps({**config, "lora_alpha": 3}))
+    with pytest.raises(UserError, match="other logits"):
+        check_adapter(bundle / "expert_0", model, gates)
+    config_file.write_text(json.dumps({**config, "target_modules": ["q_proj"]}))
+    with pytest.raises(UserError, match=r"adapts 2 layers of the model instead of 4"):
+        check_adapter(bundle / "expert_0", model, gates)
+    config_file.write_text(json.dumps(config))
+    check_adapter(bundle / "expert_0", model, gates)  # nothing of the trials is left on the model
+
+
+def test_an_export_that_is_not_finite_is_refused(run, tmp_path):
+    broken = tmp_path / "run"
+    shutil.copytree(run, broken)
+    newest = sorted((broken / "checkpoints").glob("round-*"))[-1] / "state.safetensors"
+    tensors = load_file(newest)
+    for name in tensors:
+        if name.endswith("theta"):
+            tensors[name][0] = float("nan")
+    save_file(tensors, newest)
+    with pytest.raises(UserError, match="NaN"):
+        export_merged(broken, tmp_path / "dense", 0)
+
+
+def test_adapters_carry_what_vllm_asks_for(bundle, model_folder):
+    """vLLM: peft_type LORA, the served model's very name, no bias, no modules to save, no variant, plain keys."""
+    for folder in sorted(bundle.glob("expert_*")):
+        config = json.loads((folder / "adapter_config.json").read_text())
+        assert config["peft_type"] == "LORA"
+        assert config["base_model_name_or_path"] == str(model_folder("llama"))
+        assert isinstance(config["r"], int) and isinstance(config["lora_alpha"], int)
+        assert config["bias"] == "none" and not config["modules_to_save"]
+        assert not config["use_dora"] and not config["use_rslora"]
+        with safe_open(folder / "adapter_model.safetensors", "pt") as tensors:
+            keys = set(tensors.keys())
+            ranks = {tensors.get_slice(k).get_shape()[0] for k in keys if "lora_A" in k}
+        assert ranks == {config["r"]}
+        layers = {f"model.layers.{i}.self_attn.{p}" for i in range(2) for p in config["target_modules"]}
+        assert keys == {f"base_model.model.{n}.lora_{f}.weight" for n in layers for f in "AB"}
+    assert "--max-lora-rank 8 " in vllm_command("m", 3, 4) and "--max-loras 3" in vllm_command("m", 3, 4)
+    assert "expert_2=PATH/expert_2" in vllm_command("m", 3, 4)
+
+
+def test_a_bundle_is_evaluated_on_a_file(run, bundle, tmp_path, capsys):
+    data = tmp_path / "mine.jsonl"
+    rows = [{"prompt": p, "response": "Two plums", "task": t} for p, t in zip(PROMPTS, "aab", strict=True)]
+    data.write_text("\n".join(json.dumps(row) for row in rows))
+    options = ["--data", str(data), "evaluation.max_new_tokens=4", "--quiet"]
+    tables = []
+    for source in (run, bundle):
+        assert main(["evaluate", str(source), *options]) == 0
+        tables.append(capsys.readouterr().out)
+    assert tables[0] == tables[1] and "macro average" in tables[0]
+    assert main(["evaluate", str(bundle)]) == 2
+    assert "--data" in capsys.readouterr().err
+    assert main(["evaluate", str(bundle), "--data", str(data), "training.rounds=3"]) == 2
+    assert "fixed for a bundle" in capsys.readouterr().err

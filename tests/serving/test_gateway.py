@@ -1,0 +1,158 @@
+"""The gateway before a real upstream: our own server in another process, its experts chosen by name; and before
+upstreams that misbehave."""
+
+import json
+import socket
+import threading
+import time
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
+import httpx
+import openai
+import pytest
+
+from tests.bundle.conftest import PROMPTS
+from tests.serving.conftest import ask, running
+
+
+@pytest.fixture(scope="module")
+def upstream(served):
+    return served[0]
+
+
+@pytest.fixture(scope="module")
+def gateway(model, upstream):
+    with running(model, upstream=upstream) as one:
+        yield one
+
+
+def test_answers_are_those_of_the_model(gateway, twin):
+    for prompt in PROMPTS:
+        expected = twin.generate([prompt], max_new_tokens=12)[0]
+        answer = gateway.client().chat.completions.create(**ask(prompt, max_tokens=12))
+        assert answer.choices[0].message.content == expected.text
+        assert answer.choices[0].finish_reason == expected.ended
+        assert answer.fedweave["expert"] == expected.expert
+        assert answer.fedweave["weights"] == pytest.approx(expected.weights, abs=1e-4)
+        assert answer.usage.completion_tokens > 0
+    forced = gateway.client().chat.completions.create(**{**ask(PROMPTS[0], max_tokens=12), "model": "expert_1"})
+    assert forced.fedweave == {"expert": 1, "weights": None, "routing": "sparse"}
+
+
+def test_streams_pass_through_piece_by_piece(gateway, twin):
+    expected = twin.generate(PROMPTS[1:2], max_new_tokens=24)[0]
+    stream = gateway.client().chat.completions.create(**ask(PROMPTS[1], max_tokens=24, stream=True))
+    pieces = [c.choices[0].delta.content or "" for c in stream if c.choices]
+    assert "".join(pieces) == expected.text and sum(map(bool, pieces)) > 3
+
+
+def test_options_reach_the_upstream(gateway, twin):
+    free = twin.generate(PROMPTS[:1], max_new_tokens=24)[0].text
+    answer = gateway.client().chat.completions.create(**ask(PROMPTS[0], max_tokens=24, stop=free[4:6]))
+    assert answer.choices[0].message.content == free[: free.index(free[4:6])].strip()
+    drawn = ask(PROMPTS[0], max_tokens=12, temperature=1.5, seed=5)
+    texts = {gateway.client().chat.completions.create(**drawn).choices[0].message.content for _ in range(2)}
+    assert len(texts) == 1 and texts != {twin.generate(PROMPTS[:1], max_new_tokens=12)[0].text}
+
+
+def test_many_clients_at_once(gateway, twin):
+    prompts = [f"{p} {i}" for i in range(6) for p in PROMPTS]
+    expected = {p: a.text for p, a in zip(prompts, twin.generate(prompts, max_new_tokens=8), strict=True)}
+    answers = {}
+
+    def one(prompt: str) -> None:
+        answer = gateway.client().chat.completions.create(**ask(prompt, max_tokens=8))
+        answers[prompt] = answer.choices[0].message.content
+
+    threads = [threading.Thread(target=one, args=(p,)) for p in prompts]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(300)
+    assert answers == expected
+    assert gateway.backend.running == gateway.backend.waiting == 0
+
+
+def test_a_client_that_hangs_up_frees_the_upstream(gateway, upstream):
+    with httpx.stream(
+        "POST", f"{gateway.url}/v1/chat/completions", json=ask(PROMPTS[0], max_tokens=48, stream=True), timeout=120
+    ) as response:
+        next(response.iter_lines())
+    deadline = time.monotonic() + 60
+    while time.monotonic() < deadline:
+        if httpx.get(f"{upstream}/health").json()["running"] == 0 and gateway.backend.running == 0:
+            return
+        time.sleep(0.02)
+    raise AssertionError("the upstream goes on for nobody")
+
+
+def test_mixtures_need_the_experts_side_by_side(gateway):
+    with pytest.raises(openai.BadRequestError, match="one expert per request"):
+        gateway.client().chat.completions.create(**ask(PROMPTS[0]), extra_body={"routing": "soft"})
+    assert httpx.get(f"{gateway.url}/health").json()["status"] == "ok"
+
+
+class Misbehaving(BaseHTTPRequestHandler):
+    protocol_version = "HTTP/1.1"
+
+    def log_message(self, *args):
+        pass
+
+    def reply(self, status: int, content: bytes, length: int | None = None):
+        self.send_response(status)
+        self.send_header("Content-Length", str(len(content) if length is None else length))
+        self.end_headers()
+        self.wfile.write(content)
+
+    def do_GET(self):
+        self.reply(200, json.dumps({"data": [{"id": "base"}]}).encode())
+
+    def do_POST(self):
+        self.rfile.read(int(self.headers["Content-Length"]))
+        chunk = b'data: {"choices": [{"index": 0, "text": "begun"}]}\n\n'
+        {
+            "missing": lambda: self.reply(404, b'{"error": {"message": "no such model"}}'),
+            "busy": lambda: self.reply(429, b'{"error": {"message": "slow down"}}'),
+            "broken": lambda: self.reply(500, b"<html>oops</html>"),
+            "garbage": lambda: self.reply(200, b"data: {not json\n\n"),
+            "empty": lambda: self.reply(200, b""),
+            "cut": lambda: (self.reply(200, chunk, 10_000), self.connection.shutdown(socket.SHUT_RDWR)),
+        }[self.server.how]()
+
+
+@pytest.mark.parametrize(
+    ("how", "status", "message"),
+    [
+        ("missing", 502, "--lora-modules expert_0"),
+        ("busy", 429, "slow down"),
+        ("broken", 502, "refuses (500)"),
+        ("garbage", 502, "not understood"),
+        ("empty", 502, "empty answer"),
+        ("cut", 502, "failed"),
+    ],
+)
+def test_an_upstream_that_misbehaves(model, how, status, message):
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Misbehaving)
+    server.how, server.daemon_threads = how, True
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    url = f"http://127.0.0.1:{server.server_address[1]}"
+    with running(model, upstream=url) as gateway:
+        response = httpx.post(f"{gateway.url}/v1/chat/completions", json=ask(PROMPTS[0]), timeout=120)
+        assert response.status_code == status
+        assert message in response.json()["error"]["message"]
+        if how == "cut":  # within a stream the status is out: the error is an event
+            lines = httpx.post(
+                f"{gateway.url}/v1/chat/completions", json=ask(PROMPTS[0], stream=True), timeout=120
+            ).text
+            assert "begun" in lines and '"error"' in lines and "[DONE]" not in lines
+        health = httpx.get(f"{gateway.url}/health")
+        assert health.status_code == 503 and "does not serve expert_0" in health.json()["reason"]
+    server.shutdown()
+
+
+def test_an_upstream_that_is_away(model):
+    with running(model, upstream="http://127.0.0.1:9") as gateway:
+        with pytest.raises(openai.InternalServerError) as caught:
+            gateway.client().chat.completions.create(**ask(PROMPTS[0]))
+        assert caught.value.status_code == 502
+        assert httpx.get(f"{gateway.url}/health").status_code == 503
