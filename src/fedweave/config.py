@@ -309,6 +309,8 @@ def _check_together(config: Config) -> None:
     data, training = config.data, config.training
     if data.source == "jsonl" and not data.path:
         raise UserError("data.source=jsonl needs data.path: a folder with one JSONL file per client.")
+    if config.init and config.engine == "flower":
+        raise UserError("init starts federations of this process only; use engine=in-process.")
     if data.source in ("sample", "sites") and data.path:
         raise UserError(f"data.path is not used by data.source={data.source}; set data.source=jsonl or paper.")
     for key, value in (

@@ -16,6 +16,7 @@ from fedweave.errors import UserError
 from fedweave.evaluation.losses import example_losses
 from fedweave.federation.checkpoint import write_atomic
 from fedweave.federation.distributed import world
+from fedweave.federation.engine import InProcessEngine
 from fedweave.federation.intake import RoundReport
 from fedweave.federation.rounds import federate
 from fedweave.methods import build_method
@@ -186,6 +187,8 @@ def carry_out(run: RunFolder, ground: Ground, console: Console, started: float) 
     run.loggers = open_loggers(ground.config, run.path, progress.completed + 1 if progress else 0, console)
     if progress is None:
         if ground.config.init:
+            if not isinstance(ground.engine, InProcessEngine):
+                raise UserError("init starts federations of this process only; leave it empty for real sites.")
             state = method.restart(ground.engine, initial_state(ground.config, ground.backbone))
         else:
             state = method.prepare(ground.engine)
