@@ -68,6 +68,17 @@ class State:
     gates: torch.Tensor | None
     lanes: Lanes | None
     dropout: DropoutKeys | None
+    _spread: tuple[torch.Size, torch.Tensor | None] | None = None
+
+    def row_gates(self, lead: torch.Size) -> torch.Tensor | None:
+        """[rows, M] for an input of this leading shape ([T], [1, T] or [batch, length]); all layers ask the same."""
+        if self._spread is None or self._spread[0] != lead:
+            gates = self.gates
+            if gates is not None:
+                gates = gates if gates.shape[:-1].numel() == lead.numel() else gates.expand(*lead, -1)
+                gates = gates.reshape(lead.numel(), -1)
+            self._spread = (lead, gates)
+        return self._spread[1]
 
 
 @dataclass
@@ -90,11 +101,8 @@ def with_experts(y: torch.Tensor, x: torch.Tensor, layers: Sequence[torch.nn.Lin
         start += layer.out_features
     if mixture is None or mixture.state is None:
         return y
-    state, lead = mixture.state, x.shape[:-1]  # [T], [1, T] or [batch, length]
-    rows, gates = x.reshape(-1, x.shape[-1]), state.gates
-    if gates is not None:
-        spread = gates if gates.shape[:-1].numel() == len(rows) else gates.expand(*lead, -1)
-        gates = spread.reshape(len(rows), -1)
+    state = mixture.state
+    rows, gates = x.reshape(-1, x.shape[-1]), state.row_gates(x.shape[:-1])
     factors = [state.weights[t.index][name] for t in targets for name in ("A", "B")]
     setting = Setting(
         state.lanes or one_lane(len(rows), x.device), state.dropout, mixture.scale, mixture.layout.rank

@@ -198,7 +198,7 @@ class InProcessEngine(Engine):
         known = self._trainer
         trainer = self._trainer_for(layout, router)
         fit = lanes_that_fit(self.backbone, lanes, self.config.training.clients_per_step)
-        if trainer is not known and len(lanes) > 1:
+        if trainer is not known and len(lanes) > 1 and self.config.training.clients_per_step == "auto":
             self.console.say(f"{label}: {min(fit.lanes, len(lanes))} of {len(lanes)} at a time ({fit.why})")
         steps = sum(len(lane.schedule) for lane in lanes)
         progress = self.console.progress(label, steps, "steps", transient)

@@ -48,10 +48,11 @@ def _add_to_one_lane(
     """The same in as few operations as can be: while a CPU decodes a token or a few, calling them is what costs."""
     rows = y.flatten(0, -2)
     for target, a, b in zip(targets, factors[::2], factors[1::2], strict=True):
-        u = x @ a[0].T  # [T, M·r]
+        u = torch.mm(x, a[0].t())  # [T, M·r]
         if gates is not None:
-            u = (u.unflatten(1, (-1, setting.rank)) * gates[..., None].to(u.dtype)).flatten(1)
-        rows[:, target.start : target.start + target.width].addmm_(u, b[0], alpha=setting.scale)
+            u.view(len(u), -1, setting.rank).mul_(gates.unsqueeze(2))
+        part = rows if target.width == rows.shape[1] else rows.narrow(1, target.start, target.width)
+        part.addmm_(u, b[0], alpha=setting.scale)
     return y
 
 
