@@ -71,7 +71,7 @@ class State:
     _spread: tuple[torch.Size, torch.Tensor | None] | None = None
 
     def row_gates(self, lead: torch.Size) -> torch.Tensor | None:
-        """[rows, M] for an input of this leading shape ([T], [1, T] or [batch, length]); all layers ask the same."""
+        """[rows, M] for an input of this leading shape: [T], [1, T] or [batch, length]. All layers ask the same."""
         if self._spread is None or self._spread[0] != lead:
             gates = self.gates
             if gates is not None:
