@@ -133,3 +133,26 @@ def backbone_of(model_folder):
 @pytest.fixture
 def backbone(backbone_of) -> Backbone:
     return backbone_of("llama")
+
+
+@pytest.fixture(scope="session")
+def browser():
+    """Headless Chromium; it logs console messages and requests."""
+    binary = next(
+        (p for name in ("chromium", "chromium-browser", "google-chrome") if (p := shutil.which(name))), None
+    )
+    driver_path = shutil.which("chromedriver")
+    if not binary or not driver_path:
+        pytest.skip("chromium and chromedriver are not installed (apt-get install chromium chromium-driver)")
+    from selenium import webdriver
+    from selenium.webdriver.chrome.service import Service
+
+    options = webdriver.ChromeOptions()
+    options.binary_location = binary
+    flags = ("--headless=new", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage", "--window-size=1200,900")
+    for flag in flags:
+        options.add_argument(flag)
+    options.set_capability("goog:loggingPrefs", {"browser": "ALL", "performance": "ALL"})
+    driver = webdriver.Chrome(options=options, service=Service(driver_path))
+    yield driver
+    driver.quit()

@@ -1,31 +1,10 @@
 """The page at /, in a real browser."""
 
-import shutil
-
 import httpx
 import pytest
 
 from tests.bundle.conftest import PROMPTS
 from tests.serving.conftest import running
-
-BROWSER, DRIVER = (shutil.which(name) for name in ("chromium", "chromedriver"))
-
-
-@pytest.fixture(scope="module")
-def browser():
-    if not BROWSER or not DRIVER:
-        pytest.skip("chromium and chromedriver are not installed (apt-get install chromium chromium-driver)")
-    from selenium import webdriver
-    from selenium.webdriver.chrome.service import Service
-
-    options = webdriver.ChromeOptions()
-    options.binary_location = BROWSER
-    for flag in ("--headless=new", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage"):
-        options.add_argument(flag)
-    options.set_capability("goog:loggingPrefs", {"browser": "ALL", "performance": "ALL"})
-    driver = webdriver.Chrome(options=options, service=Service(DRIVER))
-    yield driver
-    driver.quit()
 
 
 def wait(browser, condition, seconds: float = 120):
