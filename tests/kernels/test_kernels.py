@@ -5,6 +5,9 @@ The kernels need a GPU, or TRITON_INTERPRET=1 and the triton package on a CPU.
 
 from __future__ import annotations
 
+import weakref
+from contextlib import nullcontext
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -55,6 +58,24 @@ def test_add_norm(version, width):
     same(norm.add_norm(x, delta, weight, 1e-5), written_out(x, delta), [x, delta])
     same(norm.add_norm(x, delta, weight, 1e-5)[1], written_out(x, delta)[1], [x, delta])
     same(norm.add_norm(x, None, weight, 1e-5)[1], written_out(x, 0)[1], [x])
+
+
+def test_a_norm_computed_again(version):
+    """The gradient is the same, and h is freed after the forward pass: only s is kept."""
+    x, delta, weight = leaf(7, 48), leaf(7, 48, seed=1), leaf(48, seed=2).detach()
+    other = leaf(7, 48, seed=3)
+    gone = []
+
+    def product(again: bool):
+        s, h = norm.add_norm(x, delta, weight, 1e-5)
+        with norm.computed_again(h, s, weight, 1e-5) if again else nullcontext():
+            out = h.view(-1, 48) * other  # its gradient for ``other`` is h
+        gone.append(weakref.ref(h.untyped_storage()))
+        return s, out
+
+    same(product(again=True), product(again=False), [x, delta, other])
+    mine, theirs = product(again=True), product(again=False)
+    assert gone[2]() is None and gone[3]() is not None and len(mine) == len(theirs)
 
 
 def test_gated_unit(version):

@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from fedweave.backbone.packing import Packed, attend
 from fedweave.experts.mixture import with_experts
 from fedweave.kernels.gated import gated_unit
-from fedweave.kernels.norm import add_norm
+from fedweave.kernels.norm import add_norm, computed_again
 from fedweave.kernels.rotary import rotate
 
 FAMILIES = ("llama", "qwen2", "mistral")
@@ -75,13 +75,21 @@ class _Layer:
         sin: torch.Tensor,
         packed: Packed,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        first, second = self.norms
-        s, h = add_norm(s, delta, first.weight, first.variance_epsilon)
-        q, k, v = rotate(self.qkv(h), cos, sin, self.heads, self.kv_heads)  # [T, heads, D]
+        s, qkv = self.normed(self.norms[0], s, delta, self.qkv)
+        q, k, v = rotate(qkv, cos, sin, self.heads, self.kv_heads)  # [T, heads, D]
         window = getattr(self.attention, "sliding_window", None)
         attended = attend(q, k, v, packed, self.attention.scaling, window)
-        s, h = add_norm(s, self.out(attended.flatten(1)), second.weight, second.variance_epsilon)
-        return s, self.down(gated_unit(self.gate_up(h)))
+        s, gate_up = self.normed(self.norms[1], s, self.out(attended.flatten(1)), self.gate_up)
+        return s, self.down(gated_unit(gate_up))
+
+    @staticmethod
+    def normed(
+        norm: Any, s: torch.Tensor, delta: torch.Tensor | None, product: _Joined
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """The residual stream with ``delta``, and the product of its norm, which is not kept."""
+        s, h = add_norm(s, delta, norm.weight, norm.variance_epsilon)
+        with computed_again(h, s, norm.weight, norm.variance_epsilon):
+            return s, product(h)
 
 
 class _Joined:

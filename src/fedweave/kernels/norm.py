@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
+from torch.autograd.graph import saved_tensors_hooks
 
 from fedweave.kernels import fused, power_of_two
 
@@ -19,14 +21,31 @@ def add_norm(
     x: torch.Tensor, delta: torch.Tensor | None, weight: torch.Tensor, eps: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """x, delta [T, d] to s, h [T, d]; without a delta s is x."""
-    if delta is None:
-        return x, _AddNorm.apply(x, torch.zeros_like(x), weight, eps)[1] if x.requires_grad else _norm(
-            x, weight, eps
-        )
-    return _AddNorm.apply(x, delta, weight, eps)
+    if delta is None and not x.requires_grad:
+        return x, _norm(x, weight, eps)
+    return _AddNorm.apply(x, delta if delta is not None else torch.zeros_like(x), weight, eps)
+
+
+def computed_again(
+    h: torch.Tensor, s: torch.Tensor, weight: torch.Tensor, eps: float
+) -> AbstractContextManager[Any]:
+    """In here a gradient that will need h keeps nothing: s is kept anyway, and h is soon computed again from it."""
+    if not torch.is_grad_enabled():
+        return nullcontext()
+    place, stream = (h.data_ptr(), h.shape), s.detach()
+
+    def pack(kept: torch.Tensor) -> torch.Tensor | None:
+        return None if (kept.data_ptr(), kept.shape) == place else kept
+
+    def unpack(kept: torch.Tensor | None) -> torch.Tensor:
+        return _norm(stream, weight, eps) if kept is None else kept
+
+    return saved_tensors_hooks(pack, unpack)
 
 
 def _norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    if fused(x):
+        return _forward(x.contiguous(), None, weight, eps)[1]
     wide = x.float()
     return weight * (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)).to(x.dtype)
 
@@ -70,12 +89,13 @@ def _grid(x: torch.Tensor) -> tuple[tuple[int], dict[str, int]]:
 
 
 def _forward(
-    x: torch.Tensor, delta: torch.Tensor, weight: torch.Tensor, eps: float
+    x: torch.Tensor, delta: torch.Tensor | None, weight: torch.Tensor, eps: float
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    s, h = torch.empty_like(x), torch.empty_like(x)
-    inverse = torch.empty(x.shape[0], device=x.device)
+    s = x if delta is None else torch.empty_like(x)
+    h, inverse = torch.empty_like(x), torch.empty(x.shape[0], device=x.device)
     grid, options = _grid(x)
-    _forward_kernel[grid](x, delta, weight, s, h, inverse, *x.shape, eps, **options)
+    other = x if delta is None else delta
+    _forward_kernel[grid](x, other, weight, s, h, inverse, *x.shape, eps, DELTA=delta is not None, **options)
     return s, h, inverse
 
 
@@ -92,15 +112,18 @@ def _backward(
 if triton is not None:
 
     @triton.jit
-    def _forward_kernel(x, delta, weight, s, h, inverse, T, D, eps, ROWS: tl.constexpr, WIDTH: tl.constexpr):
+    def _forward_kernel(
+        x, delta, weight, s, h, inverse, T, D, eps, DELTA: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr
+    ):
         t = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
         c = tl.arange(0, WIDTH)
         live = (t < T)[:, None] & (c < D)[None, :]
         at = t.to(tl.int64)[:, None] * D + c[None, :]
-        total = tl.load(x + at, live, 0.0).to(tl.float32) + tl.load(delta + at, live, 0.0).to(tl.float32)
-        total = total.to(s.dtype.element_ty)
-        tl.store(s + at, total, live)
-        wide = total.to(tl.float32)
+        wide = tl.load(x + at, live, 0.0).to(tl.float32)
+        if DELTA:
+            total = (wide + tl.load(delta + at, live, 0.0).to(tl.float32)).to(s.dtype.element_ty)
+            tl.store(s + at, total, live)
+            wide = total.to(tl.float32)
         scale = tl.rsqrt(tl.sum(wide * wide, 1) / D + eps)
         tl.store(inverse + t, scale, t < T)
         w = tl.load(weight + c, c < D, 0.0)

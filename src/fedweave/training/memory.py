@@ -25,7 +25,7 @@ def activation_numbers(config: Any, fused: bool) -> int:
         return config.num_hidden_layers * (12 * width + 4 * inner)
     head = getattr(config, "head_dim", None) or width // config.num_attention_heads
     queries, keys = config.num_attention_heads * head, config.num_key_value_heads * head
-    return config.num_hidden_layers * (3 * width + 2 * queries + 2 * keys + 2 * inner)
+    return config.num_hidden_layers * (2 * width + 2 * queries + 2 * keys + 2 * inner)
 
 
 @dataclass
