@@ -139,6 +139,28 @@ def test_a_grid_runs_survives_a_broken_cell_and_is_not_run_twice(tmp_path, model
     assert r"\toprule" in (output / "table.tex").read_text()
 
 
+def test_several_comparisons_share_cells_and_stop_in_time(tmp_path, model_folder, capsys):
+    settings = [
+        f"backbone.model={model_folder('llama')}", "backbone.device=cpu", "backbone.max_length=128",
+        "data.source=sample", "data.clients=3", "data.train=6", "data.validation=2", "data.test=2",
+        "training.local_steps=1", "training.rounds=1", "experts.single_rank=8", "evaluation.max_new_tokens=2",
+        "seed=1", "evaluation.scores=false",
+    ]  # fmt: skip
+    rates = tmp_path / "rates.yaml"
+    rates.write_text("recipe: quickstart\naxes: {training.lr: [1.0e-3, 2.0e-3]}\nset: {method: fedit}\n")
+    both = tmp_path / "methods.yaml"
+    both.write_text("recipe: quickstart\naxes: {method: [ffa-lora, fedit]}\nset: {training.lr: 1.0e-3}\n")
+    command = ["compare", str(rates), str(both), *settings, "--output", str(tmp_path / "out")]
+    assert main([*command, "--minutes", "0"]) == 2
+    assert "4 cells to go" in capsys.readouterr().err and not list(tmp_path.rglob("summary.json"))
+    assert main(command) == 0
+    assert "fedit" in capsys.readouterr().out
+    assert len(list(tmp_path.rglob("summary.json"))) == 3  # fedit at 1e-3 stands in both tables and ran once
+    table = json.loads((tmp_path / "out" / "methods" / "results.json").read_text())
+    assert [row["values"]["method"] for row in table] == ["ffa-lora", "fedit"]
+    assert (tmp_path / "out" / "rates" / "table.md").is_file()
+
+
 def test_cells_differ_from_their_recipe_only_by_their_values(tmp_path):
     base = load_config("benchmark", [])
     one = cells(load_comparison("benchmark", ["method=fedit,fedweave"], None), tmp_path)[1]

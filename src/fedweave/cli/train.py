@@ -22,9 +22,12 @@ def register(verbs: Verbs) -> None:
     compare = verbs.add(
         "compare", _compare, "Run a grid: fedweave compare benchmark method=fedit,fedweave seed=42,43,44"
     )
-    compare.add_argument("name", help="a comparison, a recipe, or a YAML file of either")
+    compare.add_argument("name", help="a comparison, a recipe, or a YAML file of either; several run in turn")
     overrides(compare)
-    compare.add_argument("--output", type=Path, help="folder of cells and tables; compare/NAME when empty")
+    compare.add_argument(
+        "--output", type=Path, help="folder of cells and tables (compare/NAME), or of a folder for each of several"
+    )
+    compare.add_argument("--minutes", type=float, help="begin no cell that would end later; run again to go on")
     compare.add_argument("--best-of", metavar="KEY", help="an axis of which every method gets its best value")
     quiet(compare)
 
@@ -55,5 +58,9 @@ def _resume(arguments: argparse.Namespace, console: Console) -> None:
 def _compare(arguments: argparse.Namespace, console: Console) -> None:
     from fedweave.compare import compare
 
-    output = arguments.output or Path("compare") / Path(arguments.name).stem
-    print(compare(arguments.name, with_environment(arguments.overrides), output, arguments.best_of, console))
+    more = [item for item in arguments.overrides if "=" not in item]
+    settings = with_environment([item for item in arguments.overrides if "=" in item])
+    names = [arguments.name, *more]
+    parent = arguments.output or Path("compare")
+    outputs = [arguments.output] if arguments.output and not more else [parent / Path(name).stem for name in names]
+    print(compare(names, settings, outputs, arguments.best_of, console, arguments.minutes))

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
+from collections.abc import Sequence
 from pathlib import Path
 
-from fedweave.compare.grid import cells, load_comparison, run_grid
+from fedweave.compare.grid import Comparison, Outcome, Runner, cells, load_comparison
 from fedweave.compare.tables import Results, as_csv, choose_best, latex, markdown
 from fedweave.console import Console
 from fedweave.errors import UserError
@@ -12,22 +14,48 @@ from fedweave.federation.checkpoint import write_atomic
 from fedweave.federation.distributed import world
 
 
-def compare(name: str, overrides: list[str], output: Path, best_of: str | None, console: Console) -> str:
-    """Run (or finish) a comparison and write its tables; returns the Markdown."""
-    import json
-
-    comparison = load_comparison(name, overrides, best_of)
-    grid = cells(comparison, output)
-    finished, failures = run_grid(grid, console)
+def compare(
+    names: Sequence[str],
+    overrides: list[str],
+    outputs: Sequence[Path],
+    best_of: str | None,
+    console: Console,
+    minutes: float | None = None,
+) -> str:
+    """Run (or finish) comparisons, each into its own folder; returns their tables as Markdown."""
     processes = world()
-    if processes is not None and processes.rank > 0:
-        return ""  # the first process writes the tables
-    for failure in failures:
-        console.warn(failure)
-    if not finished:
+    if processes is not None and minutes is not None:
+        raise UserError("--minutes is for one process: several would not stop before the same cell.")
+    comparisons = [load_comparison(name, overrides, best_of) for name in names]
+    grids = [cells(comparison, output) for comparison, output in zip(comparisons, outputs, strict=True)]
+    runner = Runner(grids, console, minutes)
+    texts, left = [], 0
+    for name, comparison, grid, output in zip(names, comparisons, grids, outputs, strict=True):
+        if len(names) > 1:
+            console.say(f"== {name}")
+        outcome = runner.run(grid)
+        left += len(outcome.left)
+        if processes is None or processes.rank == 0:  # the first process writes the tables
+            texts.append(_write(comparison, outcome, output, console))
+    if left:
+        console.warn(f"{minutes:g} minutes are up with {left} cells to go; the same command goes on with them.")
+    if not any(texts) and (processes is None or processes.rank == 0):
         raise UserError("no cell of the comparison finished.")
+    return "\n".join(
+        f"## {name}\n\n{text}" if len(names) > 1 else text for name, text in zip(names, texts, strict=False)
+    )
+
+
+def _write(comparison: Comparison, outcome: Outcome, output: Path, console: Console) -> str:
+    """The tables of what has finished; returns the Markdown."""
+    for failure in outcome.failures:
+        console.warn(failure)
+    if outcome.failures:
+        console.warn(f"{len(outcome.failures)} cells failed; run the same command again to retry them.")
+    finished, text = outcome.finished, ""
+    if not finished:
+        return ""
     everything = [{"values": cell.values, "summary": summary} for cell, summary in finished]
-    text = ""
     if comparison.best_of:
         finished, lines = choose_best(finished, comparison.best_of)
         text = f"{comparison.best_of} chosen by validation loss:\n\n" + "".join(f"- {x}\n" for x in lines) + "\n"
@@ -37,6 +65,4 @@ def compare(name: str, overrides: list[str], output: Path, best_of: str | None, 
     write_atomic(output / "table.tex", latex(results))
     write_atomic(output / "results.csv", as_csv(results))
     write_atomic(output / "results.json", json.dumps(everything, indent=1))
-    if failures:
-        console.warn(f"{len(failures)} of {len(grid)} cells failed; run the same command again to retry them.")
     return text

@@ -2,14 +2,15 @@
 
 A comparison is a recipe plus axes. An axis is a config key with several values, from a comparison file or the
 command line (``method=fedit,fedweave seed=42,43,44 data.alpha=0.1,0.3``); ``method=fedit:training.lr=3e-4`` is a
-setting of that method's cells alone. A finished cell is never run again, an
-interrupted one is resumed, so a crash loses at most the round that was under way.
+setting of that method's cells alone. A finished cell is never run again, not even where several comparisons
+share it, and an interrupted one is resumed, so a crash loses at most the round that was under way.
 """
 
 from __future__ import annotations
 
 import itertools
 import json
+import time
 import traceback
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -47,14 +48,26 @@ class Cell:
     folder: Path
 
     @property
+    def title(self) -> str:
+        return ", ".join(f"{key}={value}" for key, value in self.values.items())
+
+    @property
+    def identity(self) -> str:
+        """Two cells with the same one are the same run, wherever it is."""
+        return _identity(to_tree(self.config))
+
+    @property
     def finished(self) -> dict[str, Any] | None:
         """The summary of a finished run of exactly this config."""
         file = self.folder / "summary.json"
         if not file.is_file():
             return None
         summary = json.loads(file.read_text(encoding="utf-8"))
-        mine = json.loads(json.dumps(to_tree(self.config)))
-        return summary if {**summary["config"], "output": None} == {**mine, "output": None} else None
+        return summary if _identity(summary["config"]) == self.identity else None
+
+
+def _identity(config: dict[str, Any]) -> str:
+    return json.dumps({**config, "output": None}, sort_keys=True)
 
 
 def comparison_names() -> list[str]:
@@ -117,23 +130,53 @@ def cells(comparison: Comparison, output: Path) -> list[Cell]:
     return grid
 
 
-def run_grid(grid: Sequence[Cell], console: Console) -> tuple[list[tuple[Cell, dict[str, Any]]], list[str]]:
-    """(finished cells with their summaries, sentences about those that failed)."""
-    kept = Kept()
-    finished, failures = [], []
-    for number, cell in enumerate(grid, start=1):
-        title = ", ".join(f"{key}={value}" for key, value in cell.values.items())
-        summary = cell.finished
-        console.say(f"[{number}/{len(grid)}] {title}{': finished before' if summary else ''}")
-        try:
-            if summary is None and (cell.folder / "config.yaml").is_file():
-                summary = resume(cell.folder, [], console, kept)
-            elif summary is None:
-                summary = start(cell.config, cell.folder, console, kept)
-            finished.append((cell, summary))
-        except UserError as error:
-            failures.append(f"{title}: {error}")
-        except Exception:  # one broken cell must not cost the others
-            (cell.folder.parent / f"{cell.folder.name}.error").write_text(traceback.format_exc(), encoding="utf-8")
-            failures.append(f"{title}: see {cell.folder}.error")
-    return finished, failures
+@dataclass
+class Outcome:
+    """What became of a grid."""
+
+    finished: list[tuple[Cell, dict[str, Any]]] = field(default_factory=list)  # with their summaries
+    failures: list[str] = field(default_factory=list)  # a sentence each
+    left: list[Cell] = field(default_factory=list)  # not begun, because time was up
+
+
+class Runner:
+    """Runs cells one after another. All share one loaded backbone and one prepared data set, and a cell that stands
+    in several grids runs once. After ``minutes`` no further cell begins, nor one that would not end in time."""
+
+    def __init__(self, grids: Sequence[Sequence[Cell]], console: Console, minutes: float | None = None):
+        self.console, self.minutes = console, minutes
+        self._kept = Kept()
+        self._known = {c.identity: found for grid in grids for c in grid if (found := c.finished) is not None}
+        self._started, self._longest = time.monotonic(), 0.0
+
+    def run(self, grid: Sequence[Cell]) -> Outcome:
+        outcome = Outcome()
+        for number, cell in enumerate(grid, start=1):
+            known = self._known.get(cell.identity)
+            if known is None and self._late():
+                outcome.left.append(cell)
+                continue
+            self.console.say(f"[{number}/{len(grid)}] {cell.title}{': finished before' if known else ''}")
+            try:
+                outcome.finished.append((cell, known or self._run(cell)))
+            except UserError as error:
+                outcome.failures.append(f"{cell.title}: {error}")
+            except Exception:  # one broken cell must not cost the others
+                note = cell.folder.parent / f"{cell.folder.name}.error"
+                note.write_text(traceback.format_exc(), encoding="utf-8")
+                outcome.failures.append(f"{cell.title}: see {note}")
+        return outcome
+
+    def _late(self) -> bool:
+        spent = time.monotonic() - self._started
+        return self.minutes is not None and spent + self._longest > 60 * self.minutes
+
+    def _run(self, cell: Cell) -> dict[str, Any]:
+        began = time.monotonic()
+        if (cell.folder / "config.yaml").is_file():
+            summary = resume(cell.folder, [], self.console, self._kept)
+        else:
+            summary = start(cell.config, cell.folder, self.console, self._kept)
+        self._longest = max(self._longest, time.monotonic() - began)
+        self._known[cell.identity] = summary
+        return summary

@@ -15,6 +15,7 @@ from scipy.stats import ttest_rel
 from fedweave.compare.grid import Cell
 
 Row = tuple[str, ...]  # the values of all axes but the seed
+_AGREEMENT = ("purity", "nmi", "ari")  # of buckets (local) and experts (global) with task labels
 
 
 @dataclass
@@ -66,7 +67,7 @@ class Results:
 
     def ranks(self, column: str) -> dict[Row, int]:
         """0 for the best row of a column, 1 for the second, and so on."""
-        lower_is_better = not column.startswith(("score", "purity"))
+        lower_is_better = not column.startswith(("score", *_AGREEMENT))
         present = [row for row in self.rows if column in self.rows[row]]
         order = sorted(present, key=lambda r: self.rows[r][column].mean * (1 if lower_is_better else -1))
         return {row: rank for rank, row in enumerate(order)}
@@ -101,7 +102,8 @@ def _figures(summary: dict[str, Any]) -> dict[str, float]:
         figures[f"score-{routing} macro"] = measured["score"]["macro"]
         figures[f"ms-{routing} per prompt"] = measured["ms_per_prompt"]
     if summary.get("audit"):
-        figures |= {f"purity {level}": summary["audit"][level]["purity"] for level in ("local", "global")}
+        audit = summary["audit"]
+        figures |= {f"{k} {level}": audit[level][k] for level in ("local", "global") for k in _AGREEMENT}
     figures["validation loss"] = summary["validation"]["best_loss"]
     return figures
 
@@ -132,8 +134,9 @@ def markdown(results: Results) -> str:
     """Two tables, scores and losses, and what a reader must know beside them."""
     parts = []
     for title, starts in (
-        ("Scores ↑", ("score", "purity")),
+        ("Scores ↑", ("score",)),
         ("Losses ↓", ("loss", "sparse-loss", "soft-loss", "validation", "ms")),
+        ("Buckets and experts against task labels ↑", _AGREEMENT),
     ):
         columns = [c for c in results.columns if c.startswith(starts)]
         if columns:

@@ -102,8 +102,25 @@ class Deployment:
         command = [SCRIPTS / "register.sh", self.keys / "server", address, *sites]
         subprocess.run(command, env=self.environment, check=True, capture_output=True)
 
+    def start(self, *sites: str) -> None:
+        """The SuperLink, every key registered, and these sites."""
+        self.superlink()
+        self.register()
+        for name in sites:
+            self.site(name)
+
     def site(self, name: str) -> subprocess.Popen:
         return self.spawn(name, *self.fedweave("site", "start", self.keys / name / "site.yaml"))
+
+    def stammering_site(self, name: str) -> subprocess.Popen:
+        """A site that sends every answer twice."""
+        twice = (
+            "import sys; from fedweave.federation.flower import tasks; from fedweave.cli import main; "
+            "once = tasks.push_message; "
+            "tasks.push_message = lambda *a: (once(*a), once(*a)); "
+            "sys.exit(main(sys.argv[1:]))"
+        )
+        return self.spawn(name, sys.executable, "-c", twice, "site", "start", self.keys / name / "site.yaml")
 
     @staticmethod
     def fedweave(*arguments: object) -> list[str]:
@@ -124,6 +141,13 @@ class Deployment:
         process = self.processes.pop(name)
         os.killpg(process.pid, signal.SIGKILL)
         process.wait()
+
+    def pause(self, name: str) -> None:
+        """It and everything that it started stand still, as in a machine that sleeps."""
+        os.killpg(self.processes[name].pid, signal.SIGSTOP)
+
+    def wake(self, name: str) -> None:
+        os.killpg(self.processes[name].pid, signal.SIGCONT)
 
     def stop(self) -> None:
         for process in self.processes.values():

@@ -1,45 +1,61 @@
 """A SuperLink and three sites as processes on loopback, with TLS and node keys; some are really killed."""
 
 import json
+import shutil
 import subprocess
+from contextlib import contextmanager
 
 import pytest
 import torch
 
 from fedweave.cli import main
 from fedweave.federation.checkpoint import load_checkpoint, round_checkpoints
+from fedweave.federation.engine import InProcessEngine
 from tests.federation.flower.processes import SITES, SMALL, Deployment, events, wait_for
+
+
+@contextmanager
+def running(folder, model_folder, *sites):
+    """A SuperLink with these of the three registered sites."""
+    made = Deployment(folder, model_folder("llama"))
+    try:
+        made.start(*sites)
+        yield made
+    finally:
+        made.stop()
 
 
 @pytest.fixture(scope="module")
 def deployment(tmp_path_factory, model_folder):
-    """A SuperLink with three registered sites, all running."""
-    made = Deployment(tmp_path_factory.mktemp("federation"), model_folder("llama"))
-    made.superlink()
-    made.register()
-    for name in SITES:
-        made.site(name)
-    yield made
-    made.stop()
+    with running(tmp_path_factory.mktemp("federation"), model_folder, *SITES) as made:
+        yield made
 
 
 def state(run):
     return load_checkpoint(round_checkpoints(run / "checkpoints")[-1])[0]
 
 
-def in_process(deployment, tmp_path, rounds):
-    """The same federation in one process."""
-    run = tmp_path / "one-process"
-    settings = [*SMALL, f"backbone.model={deployment.model}", "data.source=jsonl", f"data.path={deployment.data}"]
-    assert main(["run", "quickstart", *settings, f"training.rounds={rounds}", f"output={run}", "--quiet"]) == 0
-    return run
+def assert_model_of_those_who_answered(deployment, run, monkeypatch):
+    """In one process, with the same sites in every round, the same model comes out. Returns who they were, and the
+    other run's folder."""
+    answered = [set(event["bytes_up"]) for event in events(run, "round")]
+    rounds, other = iter(answered), run.with_name(f"{run.name}-in-one-process")
+    real = InProcessEngine.answers
 
+    def answers(self, method, state, participants, t, courier):
+        chosen = next(rounds)
+        return real(self, method, state, [c for c in participants if c.name in chosen], t, courier)
 
-def assert_same(run, other):
+    with monkeypatch.context() as patch:
+        patch.setattr(InProcessEngine, "answers", answers)
+        settings = [*SMALL, f"backbone.model={deployment.model}", f"training.rounds={len(answered)}"]
+        own = ["data.source=jsonl", f"data.path={deployment.data}", f"output={other}"]
+        assert main(["run", "quickstart", *settings, *own, "--quiet"]) == 0
     ours, theirs = state(run), state(other)
     for name in ("theta", "phi"):
-        assert (ours[name] - theirs[name]).abs().max() <= 2e-5
         assert torch.isfinite(ours[name]).all()
+        assert (ours[name] - theirs[name]).abs().max() <= 2e-5
+    return answered, other
 
 
 @pytest.fixture(scope="module")
@@ -61,9 +77,9 @@ def federated(deployment):
     return run
 
 
-def test_a_deployment_gives_the_in_process_model(deployment, federated, tmp_path):
-    other = in_process(deployment, tmp_path, 1)
-    assert_same(federated, other)
+def test_a_deployment_gives_the_in_process_model(deployment, federated, monkeypatch):
+    answered, other = assert_model_of_those_who_answered(deployment, federated, monkeypatch)
+    assert answered == [set(SITES)]
     ours, theirs = (json.loads((run / "summary.json").read_text()) for run in (federated, other))
     assert ours["clients"] == 3 and ours["examples"] == theirs["examples"] and ours["rounds"] == 1
     assert ours["test"]["best"]["loss"]["soft"] == pytest.approx(theirs["test"]["best"]["loss"]["soft"], abs=1e-4)
@@ -78,8 +94,9 @@ def test_an_unregistered_site_is_turned_away(deployment, federated):
     assert "stranger" not in deployment.log("federate")
 
 
-def test_a_site_killed_in_a_round_is_missed_and_the_run_ends_well(deployment, federated):
+def test_a_site_killed_in_a_round_is_missed_and_the_run_ends_well(deployment, federated, monkeypatch):
     """kill -9 between two questions: the round ends at its deadline without the site, the next does not wait."""
+    shutil.rmtree(federated.with_name("run-in-one-process"), ignore_errors=True)
     process = deployment.federate("killed", "--resume", federated, "training.rounds=3", "federation.deadline=8")
     wait_for(lambda: "resuming after round 1" in deployment.log("killed"), 120, "the resumed run")
     deployment.kill("west")
@@ -87,28 +104,33 @@ def test_a_site_killed_in_a_round_is_missed_and_the_run_ends_well(deployment, fe
     log, rounds = deployment.log("killed"), events(federated, "round")
     assert [event["round"] for event in rounds] == [1, 2, 3]
     assert "site west did not answer within 8 s" in log, log
-    assert [len(event["participants"]) for event in rounds] == [3, 3, 2] and len(rounds[1]["bytes_up"]) == 2
+    assert [len(event["participants"]) for event in rounds] == [3, 3, 2]
     assert set(events(federated, "validation")[-1]["sites"]) == {"north", "south"}
-    assert torch.isfinite(state(federated)["theta"]).all()
+    answered, _ = assert_model_of_those_who_answered(deployment, federated, monkeypatch)
+    assert answered == [set(SITES), {"north", "south"}, {"north", "south"}]
+
+
+# -------------------------------------------------------------------------------------- minutes each
+
+
+def begin(made, rounds, *more):
+    """A federation under way after its first round: (its process, its run folder)."""
+    run = made.folder / "run"
+    process = made.federate(
+        "federate", "quickstart", *SMALL, f"training.rounds={rounds}", f"output={run}",
+        f"backbone.model={made.model}", *(more or ["federation.sites=3", "federation.deadline=10"]),
+    )  # fmt: skip
+    wait_for(lambda: events(run, "round"), 240, "round 1")
+    return process, run
 
 
 @pytest.mark.slow
-def test_server_and_superlink_killed_and_resumed_give_the_whole_runs_model(tmp_path, model_folder):
+def test_server_and_superlink_killed_and_resumed_give_the_whole_runs_model(tmp_path, model_folder, monkeypatch):
     """kill -9 of `fedweave federate`, then of the SuperLink, each in the middle of training."""
-    made = Deployment(tmp_path, model_folder("llama"))
-    try:
-        made.superlink()
-        made.register()
-        for name in SITES:
-            made.site(name)
-        run = made.folder / "run"
-        made.federate(
-            "first", "quickstart", *SMALL, "federation.sites=3", "training.rounds=4", f"output={run}",
-            f"backbone.model={made.model}", "federation.min_answers=3", "federation.repeats=5",
-            "federation.deadline=60",
-        )  # fmt: skip
-        wait_for(lambda: events(run, "round"), 240, "round 1")
-        made.kill("first")
+    with running(tmp_path, model_folder, *SITES) as made:
+        patient = ["federation.min_answers=3", "federation.repeats=5", "federation.deadline=60"]
+        _, run = begin(made, 4, "federation.sites=3", *patient)
+        made.kill("federate")
         second = made.federate("second", "--resume", run)
         wait_for(lambda: len(events(run, "round")) >= 2, 240, "round 2")
         made.kill("superlink")
@@ -117,60 +139,67 @@ def test_server_and_superlink_killed_and_resumed_give_the_whole_runs_model(tmp_p
         made.finish(made.federate("third", "--resume", run), "third", 400)
         assert "resuming after round" in made.log("third")
         assert [event["round"] for event in events(run, "round")] == [1, 2, 3, 4]
-        assert_same(run, in_process(made, tmp_path, 4))
-    finally:
-        made.stop()
+        answered, _ = assert_model_of_those_who_answered(made, run, monkeypatch)
+        assert answered == [set(SITES)] * 4
 
 
 @pytest.mark.slow
-def test_a_killed_site_comes_back(tmp_path, model_folder):
-    made = Deployment(tmp_path, model_folder("llama"))
-    try:
-        made.superlink()
-        made.register()
-        for name in SITES:
-            made.site(name)
-        run = made.folder / "run"
-        process = made.federate(
-            "federate", "quickstart", *SMALL, "federation.sites=3", "training.rounds=12", f"output={run}",
-            f"backbone.model={made.model}", "federation.deadline=10",
-        )  # fmt: skip
-        wait_for(lambda: events(run, "round"), 240, "round 1")
+def test_a_killed_site_comes_back_and_then_leaves_for_good(tmp_path, model_folder, monkeypatch):
+    with running(tmp_path, model_folder, *SITES) as made:
+        process, run = begin(made, 14)
         made.kill("west")
-        wait_for(lambda: "west did not answer" in made.log("federate"), 120, "the missed answer")
+        wait_for(lambda: "site west" in made.log("federate"), 120, "the missed answer")
         made.site("west")
+        wait_for(lambda: "west" not in answering(run), 120, "a round without it")
+        wait_for(lambda: "west" in answering(run), 240, "its return")
+        made.kill("west")
         made.finish(process, "federate", 600)
-        rounds = events(run, "round")
-        assert "west" in rounds[0]["participants"] and "west" in rounds[-1]["participants"], made.log("federate")
-        assert any("west" not in event["participants"] for event in rounds)
         assert "site west is here" in made.log("federate")
-    finally:
-        made.stop()
+        answered, _ = assert_model_of_those_who_answered(made, run, monkeypatch)
+        assert answered[-1] == {"north", "south"}
+
+
+def answering(run):
+    """The sites whose answers the last round has."""
+    return set(events(run, "round")[-1]["bytes_up"])
+
+
+@pytest.mark.slow
+def test_an_answer_that_comes_too_late_does_not_count(tmp_path, model_folder, monkeypatch):
+    """A site's machine sleeps in a round and wakes after the deadline: what it sends then is of a past round."""
+    with running(tmp_path, model_folder, *SITES) as made:
+        process, run = begin(made, 10)
+        made.pause("west")
+        wait_for(lambda: "west" not in answering(run), 120, "a round without it")
+        made.wake("west")
+        wait_for(lambda: "west" in answering(run), 240, "its return")
+        made.finish(process, "federate", 600)
+        assert "site west did not answer within 10 s" in made.log("federate")
+        assert_model_of_those_who_answered(made, run, monkeypatch)
+
+
+@pytest.mark.slow
+def test_a_site_that_answers_twice_counts_once(tmp_path, model_folder, monkeypatch):
+    with running(tmp_path, model_folder, "north", "south") as made:
+        made.stammering_site("west")
+        process, run = begin(made, 3)
+        made.finish(process, "federate", 400)
+        answered, _ = assert_model_of_those_who_answered(made, run, monkeypatch)
+        assert answered == [set(SITES)] * 3, made.log("west")
 
 
 @pytest.mark.slow
 def test_a_late_site_joins_a_running_federation_and_a_second_one_of_its_name_does_not(tmp_path, model_folder):
-    made = Deployment(tmp_path, model_folder("llama"))
-    try:
-        made.superlink()
-        made.register()
-        made.site("north")
-        made.site("south")
-        run = made.folder / "run"
-        process = made.federate(
-            "federate", "quickstart", *SMALL, "federation.sites=2", "training.rounds=8", f"output={run}",
-            f"backbone.model={made.model}", "federation.join_distance=2.0", "federation.deadline=60",
-        )  # fmt: skip
-        wait_for(lambda: events(run, "round"), 240, "round 1")
+    with running(tmp_path, model_folder, "north", "south") as made:
+        late = ["federation.sites=2", "federation.join_distance=2.0", "federation.deadline=60"]
+        process, run = begin(made, 8, *late)
         made.site("west")
         made.finish(process, "federate", 400)
         assert "site west joins with" in made.log("federate")
-        assert "west" in events(run, "round")[-1]["participants"]
+        assert "west" in answering(run)
         made.describe("west", made.data / "west.jsonl", name="north")  # west poses as north
         made.kill("west")
         made.site("west")
         more = made.federate("more", "--resume", run, "training.rounds=10")
         made.finish(more, "more", 400)
         assert "site north is turned away: another node has this name" in made.log("more")
-    finally:
-        made.stop()
