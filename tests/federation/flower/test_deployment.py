@@ -88,12 +88,6 @@ def test_a_deployment_gives_the_in_process_model(deployment, federated, monkeypa
     assert main(["generate", str(federated), "How many?", "--max-new-tokens", "2"]) == 0
 
 
-def test_an_unregistered_site_is_turned_away(deployment, federated):
-    assert deployment.processes["stranger"].wait(60) == 2
-    assert "its key is not registered" in deployment.log("stranger")
-    assert "stranger" not in deployment.log("federate")
-
-
 def test_a_site_killed_in_a_round_is_missed_and_the_run_ends_well(deployment, federated, monkeypatch):
     """kill -9 between two questions: the round ends at its deadline without the site, the next does not wait."""
     shutil.rmtree(federated.with_name("run-in-one-process"), ignore_errors=True)
@@ -108,6 +102,12 @@ def test_a_site_killed_in_a_round_is_missed_and_the_run_ends_well(deployment, fe
     assert set(events(federated, "validation")[-1]["sites"]) == {"north", "south"}
     answered, _ = assert_model_of_those_who_answered(deployment, federated, monkeypatch)
     assert answered == [set(SITES), {"north", "south"}, {"north", "south"}]
+
+
+def test_an_unregistered_site_is_turned_away(deployment, federated):
+    assert deployment.processes["stranger"].wait(180) == 2
+    assert "its key is not registered" in deployment.log("stranger")
+    assert "stranger" not in deployment.log("federate")
 
 
 # -------------------------------------------------------------------------------------- minutes each

@@ -23,7 +23,8 @@ from fedweave.federation.flower.switches import quiet_environment
 from fedweave.federation.flower.tasks import Runtime
 from fedweave.federation.site.settings import SiteConfig
 
-_TURNED_AWAY = 305  # SuperNode: the SuperLink does not know its key
+_TURNED_AWAY = "[code: 2004]"  # SuperNode: the SuperLink does not know its key, or still counts on its last process
+_LEASE = 75.0  # seconds; Flower counts on a SuperNode that was killed for 60
 _APP = """[build-system]
 requires = ["hatchling"]
 build-backend = "hatchling.build"
@@ -72,6 +73,8 @@ class SuperNode:
 
     def __init__(self, site: SiteConfig, console: Console):
         self.site, self.console, self.failures = site, console, 0
+        self.started, self.logged = 0.0, 0  # when this process began, and where in the log
+        self.turned_away: float | None = None  # since when
         self.folder = Path(site.state)
         self.folder.mkdir(parents=True, exist_ok=True, mode=0o700)
         secret = self.folder / "worker.secret"
@@ -98,7 +101,9 @@ class SuperNode:
         ]  # fmt: skip
 
     def start(self) -> None:
+        self.started = time.monotonic()
         log = open(self.folder / "supernode.log", "ab")  # noqa: SIM115 - the child keeps it
+        self.logged = log.tell()
         self.process = subprocess.Popen(
             self.command(),
             env=quiet_environment(FLWR_HOME=str(self.folder / "flwr")),
@@ -109,23 +114,40 @@ class SuperNode:
         log.close()
 
     def check(self) -> None:
-        """Start it again when it has ended; only a key that the SuperLink does not know ends the site."""
+        """Start it again when it has ended. Only a SuperLink that keeps turning it away ends the site."""
         if self.process is None:
             self.start()
             return
         code = self.process.poll()
         if code is None:
+            if time.monotonic() - self.started > 30:
+                self.failures, self.turned_away = 0, None
             return
-        tail = (self.folder / "supernode.log").read_text(errors="replace")[-2000:]
-        if "2004" in tail or code == _TURNED_AWAY % 256:
-            raise UserError(
-                f"the SuperLink at {self.site.superlink.address} turned this site away: its key is not registered. "
-                f"Send {self.site.superlink.private_key}.pub to the operator."
-            )
-        self.failures += 1
-        self.console.warn(f"the SuperNode ended with {code}; starting it again ({self.folder / 'supernode.log'}).")
-        time.sleep(min(30.0, 2.0**self.failures))
+        said = (self.folder / "supernode.log").read_bytes()[self.logged :]
+        if _TURNED_AWAY.encode() in said:
+            self._wait_for_admission()
+        else:
+            self.failures += 1
+            again = f"starting it again ({self.folder / 'supernode.log'})"
+            self.console.warn(f"the SuperNode ended with {code}; {again}.")
+            time.sleep(min(30.0, 2.0**self.failures))
         self.start()
+
+    def _wait_for_admission(self) -> None:
+        """Flower says the same of a key that it does not know and of one whose last SuperNode was just killed."""
+        link, now = self.site.superlink, time.monotonic()
+        if self.turned_away is None:
+            self.turned_away = now
+            self.console.warn(
+                f"the SuperLink at {link.address} does not let this site in: its key is not registered, or another "
+                f"SuperNode had it less than a minute ago. Trying again for {_LEASE:.0f} s."
+            )
+        elif now - self.turned_away > _LEASE:
+            raise UserError(
+                f"the SuperLink at {link.address} turned this site away: its key is not registered, or in use by "
+                f"another SuperNode. Send {link.private_key}.pub to the operator."
+            )
+        time.sleep(5.0)
 
     def renew(self) -> None:
         """A fresh SuperNode. One that outlives a run which ended in the middle of a question may keep an answer
