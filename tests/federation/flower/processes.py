@@ -68,13 +68,13 @@ class Deployment:
     def write(path: Path, rows: list[dict]) -> None:
         path.write_text("".join(json.dumps(row) + "\n" for row in rows))
 
-    def describe(self, site: str, data: Path, name: str | None = None) -> Path:
+    def describe(self, site: str, data: Path, name: str | None = None, port: int | None = None) -> Path:
         path = self.keys / site / "site.yaml"
         path.write_text(yaml.safe_dump({
             "name": name or site, "data": str(data), "backbone": {"model": str(self.model), "device": "cpu"},
             "superlink": {
-                "address": f"127.0.0.1:{self.port}", "root_certificates": "ca.crt", "private_key": "site.key",
-                "port": free_port(),
+                "address": f"127.0.0.1:{port or self.port}", "port": free_port(),
+                "root_certificates": "ca.crt", "private_key": "site.key",
             },
         }))  # fmt: skip
         return path
@@ -97,8 +97,15 @@ class Deployment:
         self.spawn("superlink", SCRIPTS / "superlink.sh", self.keys / "server", "127.0.0.1", self.port)
         wait_for(lambda: "Uvicorn running" in self.log("superlink"), 60, "the SuperLink's start")
 
-    def register(self, *sites: str) -> None:
-        address = f"127.0.0.1:{self.port}"
+    def proxy(self) -> int:
+        """The port that nginx opens before the SuperLink."""
+        port = free_port()
+        self.spawn("proxy", SCRIPTS / "proxy.sh", self.keys / "server", port, self.port)
+        wait_for(lambda: (self.keys / "server" / "proxy" / "nginx.pid").exists(), 30, "the proxy's start")
+        return port
+
+    def register(self, *sites: str, port: int | None = None) -> None:
+        address = f"127.0.0.1:{port or self.port}"
         command = [SCRIPTS / "register.sh", self.keys / "server", address, *sites]
         subprocess.run(command, env=self.environment, check=True, capture_output=True)
 

@@ -203,3 +203,20 @@ def test_a_late_site_joins_a_running_federation_and_a_second_one_of_its_name_doe
         more = made.federate("more", "--resume", run, "training.rounds=10")
         made.finish(more, "more", 400)
         assert "site north is turned away: another node has this name" in made.log("more")
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(shutil.which("nginx") is None, reason="needs nginx")
+def test_sites_work_through_the_proxy_and_nobody_registers_through_it(tmp_path, model_folder, monkeypatch):
+    with running(tmp_path, model_folder) as made:
+        port = made.proxy()
+        for name in SITES:
+            made.describe(name, made.data / f"{name}.jsonl", port=port)
+            made.site(name)
+        process, run = begin(made, 2)
+        made.finish(process, "federate", 240)
+        answered, _ = assert_model_of_those_who_answered(made, run, monkeypatch)
+        assert answered == [set(SITES)] * 2
+        with pytest.raises(subprocess.CalledProcessError) as refused:
+            made.register("north", port=port)
+        assert "403" in str(refused.value.stdout) + str(refused.value.stderr)
