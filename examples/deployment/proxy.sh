@@ -27,7 +27,7 @@ http {
             proxy_pass https://127.0.0.1:$superlink;
             proxy_ssl_verify on;
             proxy_ssl_trusted_certificate $folder/ca.crt;
-            proxy_ssl_name 127.0.0.1;
+            proxy_ssl_name localhost;   # nginx compares names, not addresses
             proxy_request_buffering off;
             proxy_read_timeout 300s;
         }
