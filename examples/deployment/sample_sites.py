@@ -14,6 +14,7 @@ from fedweave.data.sample import make_sample
 
 SITE = """name: {name}
 data: data.jsonl
+backbone: {{download: true}}   # the default model is fetched once; without this nothing calls out
 superlink:
   address: 127.0.0.1:8000
   root_certificates: ca.crt

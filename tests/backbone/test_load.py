@@ -7,6 +7,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from fedweave.backbone import catalog
 from fedweave.backbone.load import load_backbone, pick_device, pick_dtype, weights_hash
 from fedweave.config import BackboneConfig
 from fedweave.errors import UserError
@@ -46,6 +47,13 @@ def test_hub_model_out_of_reach_is_a_user_error_with_a_remedy():
     message = complaint("nobody/no-such-model")
     assert message.startswith("backbone.model=nobody/no-such-model is not on this machine")
     assert "name a local folder or a .gguf file" in message
+
+
+def test_offline_means_that_no_package_is_fetched_either(monkeypatch, tmp_path):
+    monkeypatch.setattr(catalog, "CACHE", tmp_path)
+    monkeypatch.setattr(catalog.subprocess, "run", lambda *_, **__: pytest.fail("a program was started"))
+    with pytest.raises(UserError, match="downloads are off"):
+        catalog.locate(next(iter(catalog.PACKAGED)), None)
 
 
 # -------------------------------------------------------------------------------------- damaged folders

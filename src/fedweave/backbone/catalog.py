@@ -92,12 +92,21 @@ def _from_hub(model: str, revision: str | None) -> Located:
         reason = first_line(error)
     except OSError as error:
         reason = first_line(error)
-    if packaged and ready is not None:
+    if packaged and ready is not None and (ready.is_file() or not _offline()):
         return Located(str(converted_folder(ready if ready.is_file() else _download(packaged))), packaged.note)
+    if _offline():
+        raise UserError(
+            f"backbone.model={model} is not on this machine and downloads are off; name a local folder or a .gguf "
+            "file, or let it be fetched once with HF_HUB_OFFLINE=0 (at a site: backbone: {download: true})."
+        )
     raise UserError(
         f"backbone.model={model} is not on this machine and the hub cannot be reached ({reason}); "
         "name a local folder or a .gguf file, or connect once to download it."
     )
+
+
+def _offline() -> bool:
+    return os.environ.get("HF_HUB_OFFLINE", "").upper() in ("1", "ON", "YES", "TRUE")
 
 
 def _unpacked(packaged: PackagedModel) -> Path:

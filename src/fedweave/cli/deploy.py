@@ -47,6 +47,7 @@ def _federate(arguments: argparse.Namespace, console: Console) -> None:
         arguments.recipe = None
     if not arguments.insecure and not arguments.root_certificates:
         raise UserError("--root-certificates is missing; give it, or --insecure for a try on one machine.")
+    os.environ.setdefault("HF_HUB_OFFLINE", "1")  # nothing calls out unless it is told to
     runtime = Runtime(
         arguments.superlink, None if arguments.insecure else arguments.root_certificates, arguments.secret
     )

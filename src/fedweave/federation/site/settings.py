@@ -20,7 +20,7 @@ class ModelSettings:
     dtype: Literal["auto", "float32", "bfloat16"] = setting(
         "auto", "Weights of the backbone: auto is bfloat16 on CUDA and float32 on a CPU."
     )
-    download: bool = setting(False, "Let a hub model be fetched; without it nothing calls out.")
+    download: bool = setting(False, "Let the model be fetched once; without it nothing calls out.")
 
 
 @dataclass(frozen=True)
