@@ -88,7 +88,7 @@ def test_a_new_method_is_taken_to_send_everything(llama, monkeypatch):
 def test_memory_counts_weights_states_and_activations(llama):
     memory = training_memory(llama, trained=10, lanes=3, tokens=2, element_size=2)
     assert memory["backbone"] == 2 * llama.parameters and memory["clients"] == 3 * 10 * 24
-    assert memory["activations"] == 2 * 2 * 28 * (3 * 3072 + 2 * 3072 + 2 * 1024 + 2 * 8192)
+    assert memory["activations"] == 2 * 2 * 28 * (2 * 3072 + 2 * 3072 + 2 * 1024 + 2 * 8192)
     assert training_memory(llama, 10, 3, 2, 4)["clients"] == 3 * 10 * 20
 
 

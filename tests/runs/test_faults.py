@@ -63,7 +63,7 @@ def test_kill_at_any_moment_and_resume_is_bit_identical(tmp_path, small, seed):
     subprocess.run(command("run", "quickstart", *small, f"output={whole}", "--quiet"), check=True)
     rng = random.Random(seed)
     kills = 0
-    for _ in range(5):
+    for _ in range(3):
         verb = ["resume", str(broken)] if (broken / "config.yaml").exists() else ["run", "quickstart", *small,
                                                                                   f"output={broken}"]  # fmt: skip
         if not kill_after(subprocess.Popen(command(*verb, "--quiet")), broken, writes=rng.randint(1, 6)):

@@ -15,6 +15,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -23,15 +24,6 @@ import torch.nn.functional as F
 
 from fedweave.kernels import to_device
 from fedweave.kernels.lanes import Lanes
-
-_varlen: Any = None  # torch >= 2.10: a flash kernel for packed sequences, CUDA only
-try:
-    from torch.nn.attention import varlen as _varlen_module
-
-    _varlen = _varlen_module.varlen_attn
-except ImportError:  # pragma: no cover - older torch
-    pass
-_VARLEN_ARGUMENTS = set(inspect.signature(_varlen).parameters) if _varlen else set()
 
 ATTENTION = "fedweave_packed"
 
@@ -137,25 +129,37 @@ def attend(
     """Causal attention within each sequence, [T, heads, D]."""
     window = sliding_window if sliding_window and sliding_window < packed.longest else None
     scale = scaling if scaling is not None else q.shape[-1] ** -0.5
-    if q.is_cuda and _varlen is not None and softcap is None and q.dtype != torch.float32:
+    if q.is_cuda and softcap is None and q.dtype != torch.float32 and varlen()[0] is not None:
         return _flash(q, k, v, packed, scale, window)
     return _padded(q, k, v, packed, scale, window, softcap)
+
+
+@cache
+def varlen() -> tuple[Any, set[str]]:
+    """torch's flash kernel for packed sequences (CUDA, torch >= 2.10) and the names of its arguments. Importing it
+    takes seconds, so only those who use it do."""
+    try:
+        from torch.nn.attention.varlen import varlen_attn
+    except ImportError:  # pragma: no cover - older torch
+        return None, set()
+    return varlen_attn, set(inspect.signature(varlen_attn).parameters)
 
 
 def _flash(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, packed: Packed, scale: float, window: int | None
 ) -> torch.Tensor:
+    kernel, known = varlen()
     options: dict[str, Any] = {"scale": scale}
-    if "window_size" in _VARLEN_ARGUMENTS:
+    if "window_size" in known:
         options["window_size"] = (window - 1 if window else -1, 0)
     else:  # pragma: no cover - torch 2.10
         options["is_causal"] = True
-    if "enable_gqa" in _VARLEN_ARGUMENTS:
+    if "enable_gqa" in known:
         options["enable_gqa"] = k.shape[1] != q.shape[1]
     elif k.shape[1] != q.shape[1]:  # pragma: no cover
         k, v = (x.repeat_interleave(q.shape[1] // k.shape[1], dim=1) for x in (k, v))
     cu = packed.boundaries
-    return _varlen(q, k.contiguous(), v.contiguous(), cu, cu, packed.longest, packed.longest, **options)
+    return kernel(q, k.contiguous(), v.contiguous(), cu, cu, packed.longest, packed.longest, **options)
 
 
 def _padded(

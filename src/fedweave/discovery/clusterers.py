@@ -1,4 +1,7 @@
-"""Local prototype discovery: a client's prompt features to buckets, the count chosen by silhouette."""
+"""Local prototype discovery: a client's prompt features to buckets, the count chosen by silhouette.
+
+scikit-learn is imported where it is used: it takes a second, and most commands discover nothing.
+"""
 
 from __future__ import annotations
 
@@ -10,9 +13,6 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
-from scipy.cluster.hierarchy import fcluster, linkage
-from sklearn.cluster import KMeans, SpectralClustering
-from sklearn.metrics import silhouette_score
 from threadpoolctl import threadpool_limits
 
 from fedweave.config import DiscoveryConfig
@@ -42,10 +42,14 @@ Clusterer = Callable[[Points, Sequence[int], int, int], dict[int, np.ndarray]]
 def kmeans(points: Points, counts: Sequence[int], seed: int, restarts: int) -> dict[int, np.ndarray]:
     if points.gram is not None:
         return gram_kmeans(points.gram, counts, restarts, seed)
+    from sklearn.cluster import KMeans
+
     return {k: KMeans(k, n_init=restarts, random_state=seed).fit_predict(points.rows) for k in counts}
 
 
 def agglomerative(points: Points, counts: Sequence[int], seed: int, restarts: int) -> dict[int, np.ndarray]:
+    from scipy.cluster.hierarchy import fcluster, linkage
+
     tree = linkage(points.rows, "average")  # one tree, cut at every count
     return {k: fcluster(tree, k, "maxclust") - 1 for k in counts}
 
@@ -55,6 +59,8 @@ def spectral(points: Points, counts: Sequence[int], seed: int, restarts: int) ->
 
 
 def _spectral(points: np.ndarray, k: int, seed: int) -> np.ndarray:
+    from sklearn.cluster import SpectralClustering
+
     neighbours = min(max(k + 1, 5), len(points) - 1)
     model = SpectralClustering(
         k, affinity="nearest_neighbors", n_neighbors=neighbours, assign_labels="kmeans", random_state=seed
@@ -90,6 +96,8 @@ def discover_buckets(
     features: np.ndarray, config: DiscoveryConfig, seed: int, device: torch.device | str = "cpu"
 ) -> Buckets:
     """Cluster one client's features [n, d]; candidates are 2 … min(max_buckets, n - 1) buckets."""
+    from sklearn.metrics import silhouette_score
+
     n = len(features)
     points = features.astype(np.float64)
     if config.features == "standard" and n > 1:

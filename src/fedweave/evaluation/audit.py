@@ -6,17 +6,19 @@ from collections.abc import Sequence
 
 import numpy as np
 import torch
-from sklearn.metrics import adjusted_rand_score, normalized_mutual_info_score
-from sklearn.metrics.cluster import contingency_matrix
 
 
 def purity(clusters: Sequence[int], labels: Sequence[int | str]) -> float:
     """Share of examples that carry their cluster's dominant label (paper, Eq. 15)."""
+    from sklearn.metrics.cluster import contingency_matrix
+
     table = contingency_matrix(np.asarray(labels), np.asarray(clusters))
     return float(table.max(0).sum() / table.sum())
 
 
 def agreement(clusters: Sequence[int], labels: Sequence[int | str]) -> dict[str, float]:
+    from sklearn.metrics import adjusted_rand_score, normalized_mutual_info_score  # a second to import
+
     return {
         "purity": purity(clusters, labels),
         "nmi": float(normalized_mutual_info_score(labels, clusters)),
