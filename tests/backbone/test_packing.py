@@ -1,5 +1,7 @@
 """Packed passes equal one-by-one passes of the model as transformers ships it."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
@@ -12,10 +14,11 @@ from tests.conftest import FAMILIES
 def test_packed_hidden_states_equal_each_sequence_alone(backbone_of, family):
     backbone = backbone_of(family)
     rng = np.random.default_rng(1)
-    rows = [rng.integers(4, len(backbone.tokenizer), n).astype(np.int32) for n in (5, 17, 1, 12, 30)]
+    rows = [rng.integers(4, len(backbone.tokenizer), n).astype(np.int32) for n in (5, 17, 1, 14, 30)]
     packed = pack([rows[:2], rows[2:]], backbone.device)
     with torch.no_grad():
         hidden = backbone.hidden(packed)
+        torch.testing.assert_close(hidden, backbone.hidden(replace(packed, similar=None)), atol=2e-5, rtol=1e-4)
         with backbone.decoding() as model:
             alone = [model.base_model(torch.from_numpy(r).long()[None]).last_hidden_state[0] for r in rows]
     torch.testing.assert_close(hidden, torch.cat(alone), atol=2e-5, rtol=1e-4)
@@ -41,6 +44,14 @@ def test_packed_gradients_equal_each_sequence_alone(backbone_of, family):
     finally:
         embed.requires_grad_(False)
         embed.grad = None
+
+
+def test_sequences_of_similar_length_share_a_block():
+    packed = pack([[np.arange(n) for n in (8, 100, 7, 90, 10)]], torch.device("cpu"))
+    assert [(len(index), length) for index, length in packed.blocks.parts] == [(200, 100), (20, 10), (7, 7)]
+    tokens = torch.cat([index for index, _ in packed.blocks.parts])
+    assert tokens[packed.blocks.real].tolist() == list(range(215))
+    assert len(replace(packed, similar=None).blocks.parts) == 1
 
 
 def test_token_budget_batches_cover_everything_once_within_budget():

@@ -6,8 +6,9 @@
 
 Everything but attention treats tokens alone, so a packed row costs what its real tokens cost. Attention is
 reached through transformers' attention interface under the name ``fedweave_packed``: on CUDA one
-variable-length flash kernel, elsewhere a gather into a right-padded block where causality alone keeps the
-padding out of sight. The same function serves decoding, where one new token per row looks at a key-value cache.
+variable-length flash kernel, elsewhere a gather into right-padded blocks of similar length where causality alone
+keeps the padding out of sight. The same function serves decoding, where one new token per row looks at a
+key-value cache.
 """
 
 from __future__ import annotations
@@ -26,6 +27,15 @@ from fedweave.kernels import to_device
 from fedweave.kernels.lanes import Lanes
 
 ATTENTION = "fedweave_packed"
+_ALIKE = 0.75  # of the longest of a block
+
+
+@dataclass
+class Blocks:
+    """Sequences side by side for attention, right-padded to the longest of their block."""
+
+    parts: list[tuple[torch.Tensor, int]]  # of each block the tokens [S·L] and L
+    real: torch.Tensor  # [T] where every token stands among all blocks' positions
 
 
 @dataclass
@@ -38,6 +48,7 @@ class Packed:
     boundaries: torch.Tensor  # [S + 1] int32, cumulative lengths
     longest: int
     lanes: Lanes
+    similar: Blocks | None = None  # where shapes may differ from batch to batch: on a CPU
 
     @property
     def tokens(self) -> int:
@@ -67,7 +78,35 @@ class Packed:
             boundaries=to_device(np.concatenate([[0], ends]), device, torch.int32),
             longest=longest or int(lengths.max()),
             lanes=Lanes.of(lane_lengths, len(ids), device),
+            similar=_similar(lengths, ends) if device.type == "cpu" else None,
         )
+
+    @property
+    def blocks(self) -> Blocks:
+        """Of similar length, or one that pads all to the longest. The latter is computed from tensors and never
+        kept, for a recorded step must compute it anew."""
+        if self.similar is not None:
+            return self.similar
+        steps = torch.arange(self.longest, device=self.ids.device)
+        # Past a sequence's end the index runs into its neighbour: garbage keys, but later than every real query.
+        index = (self.starts[:, None] + steps).clamp_(max=self.tokens - 1).flatten()  # [S·L]
+        return Blocks([(index, self.longest)], self.sequence * self.longest + self.positions[0])
+
+
+def _similar(lengths: np.ndarray, ends: np.ndarray) -> Blocks:
+    """A sequence joins a block where padding wastes little: attention costs the square of the padded length."""
+    parts, place, real, start = [], 0, np.empty(ends[-1], int), 0
+    order = np.argsort(-lengths, kind="stable")[: np.count_nonzero(lengths)]
+    while start < len(order):
+        longest = int(lengths[order[start]])
+        members = order[start:][lengths[order[start:]] >= _ALIKE * longest]
+        firsts = ends[members] - lengths[members]
+        index = np.minimum(firsts[:, None] + np.arange(longest), len(real) - 1)  # [S, L]
+        for row, (first, n) in enumerate(zip(firsts, lengths[members], strict=True)):
+            real[first : first + n] = place + row * longest + np.arange(n)
+        parts.append((torch.from_numpy(index.ravel()), longest))
+        place, start = place + index.size, start + len(members)
+    return Blocks(parts, torch.from_numpy(real))
 
 
 def pack(lanes: Sequence[Sequence[np.ndarray]], device: torch.device) -> Packed:
@@ -171,19 +210,27 @@ def _padded(
     window: int | None,
     softcap: float | None,
 ) -> torch.Tensor:
-    length = packed.longest
-    steps = torch.arange(length, device=q.device)
-    # Past a sequence's end the index runs into its neighbour: garbage keys, but later than every real query.
-    index = (packed.starts[:, None] + steps).clamp_(max=packed.tokens - 1).flatten()  # [S·L]
-    q, k, v = (x.index_select(0, index).unflatten(0, (-1, length)).transpose(1, 2) for x in (q, k, v))
-    if window is None and softcap is None:  # q, k, v [S, heads, L, D]
-        out = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale, enable_gqa=True)
-    else:
-        distance = steps[:, None] - steps[None, :]
-        hidden = (distance < 0) | (distance >= (window or length))
-        out = _capped(q, k, v, hidden, scale, softcap)
-    real = packed.sequence * length + packed.positions[0]  # [T]
-    return out.transpose(1, 2).flatten(0, 1).index_select(0, real)  # [T, heads, D]
+    blocks, outs = packed.blocks, []
+    for index, length in blocks.parts:
+        # [S, heads, L, D]
+        part = [x.index_select(0, index).unflatten(0, (-1, length)).transpose(1, 2) for x in (q, k, v)]
+        outs.append(_causal(part[0], part[1], part[2], scale, window, softcap).transpose(1, 2).flatten(0, 1))
+    return torch.cat(outs).index_select(0, blocks.real)  # [T, heads, D]
+
+
+def _causal(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    scale: float,
+    window: int | None,
+    softcap: float | None,
+) -> torch.Tensor:
+    if window is None and softcap is None:
+        return F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale, enable_gqa=True)
+    steps = torch.arange(q.shape[2], device=q.device)
+    distance = steps[:, None] - steps[None, :]
+    return _capped(q, k, v, (distance < 0) | (distance >= (window or q.shape[2])), scale, softcap)
 
 
 def _capped(
