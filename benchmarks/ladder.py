@@ -1,9 +1,9 @@
 """The training ladder: from a PEFT loop to packed lockstep, in one run on one machine.
 
-    python -m benchmarks.ladder                                    # whatever this machine has: a minute on a CPU
+    python -m benchmarks.ladder                                    # whatever this machine has: a minute or two on a CPU
     python -m benchmarks.ladder --shapes 135m 0.5b 3b --sweep      # the published figures (H200)
 
-One round is 20 clients × 10 steps × batch 8 with M = 4 experts of rank 8 (on a CPU: 2 × 2 × 8). The PEFT loops are
+One round is 20 clients × 10 steps × batch 8 with M = 4 experts of rank 8 (on a CPU: 2 × 1 × 4). The PEFT loops are
 timed on a few clients and scaled to all: clients come one after another there, so time is proportional.
 """
 
@@ -49,6 +49,7 @@ class Bench:
     def __init__(self, shape: str, device: torch.device, options: argparse.Namespace):
         self.shape, self.device, self.options = SHAPES[shape], device, options
         self.dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+        self.gpu = device.type == "cuda"  # a CPU has nothing to warm up, and no time for it
         self.rows: list[dict[str, Any]] = []
         self.rate = matmul_rate(device, self.dtype)
         self.parameters = sum(p.numel() for p in self.model().parameters())
@@ -90,7 +91,8 @@ class Bench:
         few = min(self.options.reference_clients, len(clients))
 
         def measure() -> float:
-            loop(self.model(), clients[:1], plan[:1], self.device)()  # libraries settle: a whole client's shapes
+            if self.gpu:  # libraries settle: a whole client's shapes
+                loop(self.model(), clients[:1], plan[:1], self.device)()
             spent = once(loop(self.model(), clients[:few], plan[:few], self.device), self.device)
             return spent * len(clients) / few
 
@@ -129,7 +131,8 @@ class Bench:
                 for _ in trainer.train(lanes, together or len(lanes)):
                     pass
 
-            spent = seconds(round_, self.device, 1 if few < len(clients) or self.device.type == "cpu" else 3)
+            repeats = 1 if few < len(clients) or not self.gpu else 3
+            spent = seconds(round_, self.device, repeats, warm=int(self.gpu))
             mixture.detach()
             trainer.release()
             return spent * len(clients) / few
@@ -159,7 +162,7 @@ class Bench:
         self.ours("+ lockstep, padded to the longest", grown, order, tokens)
         self.ours("+ packed", clients, plan, tokens)
         self.ours("+ fused operations", clients, plan, tokens, fused=True)
-        if self.device.type == "cuda":
+        if self.gpu:
             self.ours("+ recorded steps, where they pay", clients, plan, tokens, fused=True, graphs=True)
         base = next((r["seconds"] for r in self.rows if r["name"].startswith("PEFT soft") and "seconds" in r), None)
         for row in self.rows:
@@ -173,18 +176,17 @@ class Bench:
     def sweep(self) -> list[dict[str, Any]]:
         """Seconds a round over the number of clients, and over the tokens of each."""
         o, self.rows = self.options, []
-        graphs = self.device.type == "cuda"
         for count in (5, 10, 20, 40):
-            self._point(f"{count} clients", count, o.batch, graphs)
+            self._point(f"{count} clients", count, o.batch)
         for batch in (4, 16, 32):
-            self._point(f"batch {batch}", o.clients, batch, graphs)
+            self._point(f"batch {batch}", o.clients, batch)
         return self.rows
 
-    def _point(self, name: str, count: int, batch: int, graphs: bool) -> None:
+    def _point(self, name: str, count: int, batch: int) -> None:
         clients = make_clients(self.shape, count, 80)
         plan = schedules(clients, self.options.steps, batch)
         tokens = real_tokens(clients, plan)
-        self.ours(name, clients, plan, tokens, fused=True, graphs=graphs)
+        self.ours(name, clients, plan, tokens, fused=True, graphs=self.gpu)
         self.rows[-1] |= {"clients": count, "batch": batch, "tokens": tokens}
 
 
@@ -193,8 +195,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--shapes", nargs="+", choices=list(SHAPES), default=["135m"])
     parser.add_argument("--clients", type=int, default=20 if gpu else 2)
-    parser.add_argument("--steps", type=int, default=10 if gpu else 2)
-    parser.add_argument("--batch", type=int, default=8)
+    parser.add_argument("--steps", type=int, default=10 if gpu else 1)
+    parser.add_argument("--batch", type=int, default=8 if gpu else 4)
     parser.add_argument("--reference-clients", type=int, default=2, help="how many the PEFT loops are timed on")
     parser.add_argument("--sweep", action="store_true", help="also vary clients and tokens")
     parser.add_argument("--output", type=Path, help="a JSON file")
