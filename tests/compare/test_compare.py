@@ -57,6 +57,12 @@ def test_markdown_and_latex_mark_best_and_second(results):
     assert r"\textbf{0.8500}" in latex(results) and r"\underline{1.1000}" in latex(results)
 
 
+def test_rows_that_look_equal_are_marked_alike():
+    runs = [("a", 0.50001), ("b", 0.50004), ("c", 0.7)]
+    text = markdown(Results.of([(cell(method=m), summary(m, 1, loss, 0.5)) for m, loss in runs]))
+    assert text.count("| **0.5000** |") >= 2 and "<u>0.7000</u>" in text
+
+
 def test_paired_test_uses_common_seeds(results):
     from scipy.stats import ttest_rel
 

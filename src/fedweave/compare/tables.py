@@ -66,11 +66,11 @@ class Results:
         return cls(axes, columns, finished[0][1]["tasks"], rows, dict(seeds), parameters, notes)
 
     def ranks(self, column: str) -> dict[Row, int]:
-        """0 for the best row of a column, 1 for the second, and so on."""
-        lower_is_better = not column.startswith(("score", *_AGREEMENT))
-        present = [row for row in self.rows if column in self.rows[row]]
-        order = sorted(present, key=lambda r: self.rows[r][column].mean * (1 if lower_is_better else -1))
-        return {row: rank for rank, row in enumerate(order)}
+        """0 for the best row of a column, 1 for the second, and so on; rows that look equal share their rank."""
+        sign = 1 if not column.startswith(("score", *_AGREEMENT)) else -1
+        shown = {row: sign * round(f[column].mean, 4) for row, f in self.rows.items() if column in f}
+        order = sorted(set(shown.values()))
+        return {row: order.index(shown[row]) for row in sorted(shown, key=lambda row: shown[row])}
 
     def paired(self, column: str) -> dict[Row, float]:
         """p of a two-sided paired t-test of the best row against every other, over common seeds."""
