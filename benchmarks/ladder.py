@@ -1,6 +1,6 @@
 """The training ladder: from a PEFT loop to packed lockstep, in one run on one machine.
 
-    python -m benchmarks.ladder                                    # whatever this machine has: a minute or two on a CPU
+    python -m benchmarks.ladder                                    # a minute or two on a CPU
     python -m benchmarks.ladder --shapes 135m 0.5b 3b --sweep      # the published figures (H200)
 
 One round is 20 clients × 10 steps × batch 8 with M = 4 experts of rank 8 (on a CPU: 2 × 1 × 4). The PEFT loops are
