@@ -10,6 +10,7 @@ from fedweave.compare.grid import Cell, cells, comparison_names, load_comparison
 from fedweave.compare.tables import Results, choose_best, latex, markdown
 from fedweave.config import Config, load_config
 from fedweave.errors import UserError
+from fedweave.report.records import find_runs
 
 TASKS = {"a": "Task A", "b": "Task B"}
 
@@ -165,6 +166,8 @@ def test_several_comparisons_share_cells_and_stop_in_time(tmp_path, model_folder
     table = json.loads((tmp_path / "out" / "methods" / "results.json").read_text())
     assert [row["values"]["method"] for row in table] == ["ffa-lora", "fedit"]
     assert (tmp_path / "out" / "rates" / "table.md").is_file()
+    methods = [run.config["method"] for run in find_runs([tmp_path / "out" / "methods"])]
+    assert sorted(methods) == ["fedit", "ffa-lora"]
 
 
 def test_cells_differ_from_their_recipe_only_by_their_values(tmp_path):

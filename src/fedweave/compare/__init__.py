@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -55,7 +56,10 @@ def _write(comparison: Comparison, outcome: Outcome, output: Path, console: Cons
     finished, text = outcome.finished, ""
     if not finished:
         return ""
-    everything = [{"values": cell.values, "summary": summary} for cell, summary in finished]
+    everything = [
+        {"values": cell.values, "folder": os.path.relpath(folder, output), "summary": summary}
+        for (cell, summary), folder in zip(finished, outcome.folders, strict=True)
+    ]
     if comparison.best_of:
         finished, lines = choose_best(finished, comparison.best_of)
         text = f"{comparison.best_of} chosen by validation loss:\n\n" + "".join(f"- {x}\n" for x in lines) + "\n"

@@ -135,6 +135,9 @@ class Outcome:
     """What became of a grid."""
 
     finished: list[tuple[Cell, dict[str, Any]]] = field(default_factory=list)  # with their summaries
+    folders: list[Path] = field(
+        default_factory=list
+    )  # of the finished: another grid's, where it had the cell before
     failures: list[str] = field(default_factory=list)  # a sentence each
     left: list[Cell] = field(default_factory=list)  # not begun, because time was up
 
@@ -146,7 +149,9 @@ class Runner:
     def __init__(self, grids: Sequence[Sequence[Cell]], console: Console, minutes: float | None = None):
         self.console, self.minutes = console, minutes
         self._kept = Kept()
-        self._known = {c.identity: found for grid in grids for c in grid if (found := c.finished) is not None}
+        self._known = {
+            c.identity: (c.folder, found) for grid in grids for c in grid if (found := c.finished) is not None
+        }
         self._started, self._longest = time.monotonic(), 0.0
 
     def run(self, grid: Sequence[Cell]) -> Outcome:
@@ -158,7 +163,9 @@ class Runner:
                 continue
             self.console.say(f"[{number}/{len(grid)}] {cell.title}{': finished before' if known else ''}")
             try:
-                outcome.finished.append((cell, known or self._run(cell)))
+                folder, summary = known or (cell.folder, self._run(cell))
+                outcome.finished.append((cell, summary))
+                outcome.folders.append(folder)
             except UserError as error:
                 outcome.failures.append(f"{cell.title}: {error}")
             except Exception:  # one broken cell must not cost the others
@@ -178,5 +185,5 @@ class Runner:
         else:
             summary = start(cell.config, cell.folder, self.console, self._kept)
         self._longest = max(self._longest, time.monotonic() - began)
-        self._known[cell.identity] = summary
+        self._known[cell.identity] = (cell.folder, summary)
         return summary

@@ -179,11 +179,19 @@ def find_runs(paths: Sequence[Path]) -> list[RunRecord]:
     for path in paths:
         if (path / "config.yaml").is_file():
             folders.append(path)
-        elif cells := sorted(p.parent for p in (path / "cells").glob("*/config.yaml")):
+        elif cells := _cells(path):
             folders += cells
         else:
             raise UserError(f"{path} is neither a run folder (no config.yaml) nor a comparison's (no cells/).")
     return [read_run(folder) for folder in dict.fromkeys(folders)]
+
+
+def _cells(path: Path) -> list[Path]:
+    """A comparison's cells: its own, and those that another comparison had run before."""
+    own = {p.parent for p in (path / "cells").glob("*/config.yaml")}
+    listed = {(path / row["folder"]).resolve() for row in _json(path / "results.json") or [] if row.get("folder")}
+    own |= {folder for folder in listed - {p.resolve() for p in own} if (folder / "config.yaml").is_file()}
+    return sorted(own)
 
 
 def read_run(folder: Path) -> RunRecord:
