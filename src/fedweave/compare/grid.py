@@ -135,9 +135,7 @@ class Outcome:
     """What became of a grid."""
 
     finished: list[tuple[Cell, dict[str, Any]]] = field(default_factory=list)  # with their summaries
-    folders: list[Path] = field(
-        default_factory=list
-    )  # of the finished: another grid's, where it had the cell before
+    folders: list[Path] = field(default_factory=list)  # of the finished; may be another grid's
     failures: list[str] = field(default_factory=list)  # a sentence each
     left: list[Cell] = field(default_factory=list)  # not begun, because time was up
 
