@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from fedweave.backbone.packing import pack, token_budget_batches
+from fedweave.backbone.packing import attend, pack, token_budget_batches
 from tests.conftest import FAMILIES
 
 
@@ -47,11 +47,26 @@ def test_packed_gradients_equal_each_sequence_alone(backbone_of, family):
 
 
 def test_sequences_of_similar_length_share_a_block():
-    packed = pack([[np.arange(n) for n in (8, 100, 7, 90, 10)]], torch.device("cpu"))
-    assert [(len(index), length) for index, length in packed.blocks.parts] == [(200, 100), (20, 10), (7, 7)]
+    packed = pack([[np.arange(n) for n in (8, 100, 7, 110, 10)]], torch.device("cpu"))
+    assert [(len(index), length) for index, length in packed.blocks.parts] == [(16, 8), (16, 16), (240, 120)]
     tokens = torch.cat([index for index, _ in packed.blocks.parts])
-    assert tokens[packed.blocks.real].tolist() == list(range(215))
+    assert tokens[packed.blocks.real].tolist() == list(range(235))
     assert len(replace(packed, similar=None).blocks.parts) == 1
+
+
+def test_attention_does_not_depend_on_who_is_packed_beside():
+    generator = torch.Generator().manual_seed(0)
+    lengths = [5, 60, 17, 64, 3]
+    parts = [[torch.randn(n, 2, 8, generator=generator) for n in lengths] for _ in "qkv"]
+
+    def attended(rows):
+        packed = pack([[np.zeros(lengths[i], int) for i in rows]], torch.device("cpu"))
+        q, k, v = (torch.cat([part[i] for i in rows]) for part in parts)
+        return attend(q, k, v, packed, None, None).split([lengths[i] for i in rows])
+
+    together = attended([0, 1, 2, 3, 4])
+    for i, whole in enumerate(together):
+        assert torch.equal(whole, attended([i])[0]) and torch.equal(whole, attended([i, 3])[0])
 
 
 def test_token_budget_batches_cover_everything_once_within_budget():

@@ -27,12 +27,11 @@ from fedweave.kernels import to_device
 from fedweave.kernels.lanes import Lanes
 
 ATTENTION = "fedweave_packed"
-_ALIKE = 0.75  # of the longest of a block
 
 
 @dataclass
 class Blocks:
-    """Sequences side by side for attention, right-padded to the longest of their block."""
+    """Sequences side by side for attention, right-padded to one length in every block."""
 
     parts: list[tuple[torch.Tensor, int]]  # of each block the tokens [S·L] and L
     real: torch.Tensor  # [T] where every token stands among all blocks' positions
@@ -94,19 +93,30 @@ class Packed:
 
 
 def _similar(lengths: np.ndarray, ends: np.ndarray) -> Blocks:
-    """A sequence joins a block where padding wastes little: attention costs the square of the padded length."""
-    parts, place, real, start = [], 0, np.empty(ends[-1], int), 0
-    order = np.argsort(-lengths, kind="stable")[: np.count_nonzero(lengths)]
-    while start < len(order):
-        longest = int(lengths[order[start]])
-        members = order[start:][lengths[order[start:]] >= _ALIKE * longest]
+    """Attention costs the square of the padded length, so a sequence is padded little: to the next of a few lengths
+    that depend on nothing else, so that who is packed with it changes nothing."""
+    parts, place, real = [], 0, np.empty(ends[-1], int)
+    padded = _EDGES[np.searchsorted(_EDGES, lengths)]
+    for length in np.unique(padded[lengths > 0]).tolist():
+        members = np.flatnonzero(padded == length)
         firsts = ends[members] - lengths[members]
-        index = np.minimum(firsts[:, None] + np.arange(longest), len(real) - 1)  # [S, L]
+        index = np.minimum(firsts[:, None] + np.arange(length), len(real) - 1)  # [S, L]
         for row, (first, n) in enumerate(zip(firsts, lengths[members], strict=True)):
-            real[first : first + n] = place + row * longest + np.arange(n)
-        parts.append((torch.from_numpy(index.ravel()), longest))
-        place, start = place + index.size, start + len(members)
+            real[first : first + n] = place + row * length + np.arange(n)
+        parts.append((torch.from_numpy(index.ravel()), length))
+        place += index.size
     return Blocks(parts, torch.from_numpy(real))
+
+
+def _edges(most: int) -> np.ndarray:
+    """8, 16, 24, … and, once that is less, a quarter more each time."""
+    edges = [8]
+    while edges[-1] < most:
+        edges.append(-(-max(edges[-1] + 8, edges[-1] * 5 // 4) // 8) * 8)
+    return np.array(edges)
+
+
+_EDGES = _edges(2**24)
 
 
 def pack(lanes: Sequence[Sequence[np.ndarray]], device: torch.device) -> Packed:
