@@ -19,7 +19,8 @@ import torch
 
 from fedweave.experts.dropout import DropoutKeys
 from fedweave.experts.layout import AdapterLayout
-from fedweave.kernels.experts import add_experts
+from fedweave.kernels import fused
+from fedweave.kernels.experts import add_experts, add_to_rows
 from fedweave.kernels.lanes import Lanes, Setting, Target, one_lane
 
 
@@ -53,7 +54,8 @@ class Mixture:
         """Run the model with these experts; ``gates=None`` means one expert with weight 1."""
         if self.state is not None:
             raise RuntimeError("the mixture is already in use")
-        self.state = State(weights, None if gates is None else gates.float(), lanes, dropout)
+        plain = lanes is None and dropout is None and not torch.is_grad_enabled()
+        self.state = State(weights, None if gates is None else gates.float(), lanes, dropout, plain)
         try:
             yield
         finally:
@@ -68,7 +70,9 @@ class State:
     gates: torch.Tensor | None
     lanes: Lanes | None
     dropout: DropoutKeys | None
+    plain: bool  # one lane, no dropout, no gradient
     _spread: tuple[torch.Size, torch.Tensor | None] | None = None
+    _wide: tuple[torch.Size, torch.Tensor | None] | None = None
 
     def row_gates(self, lead: torch.Size) -> torch.Tensor | None:
         """[rows, M] for an input of this leading shape: [T], [1, T] or [batch, length]. All layers ask the same."""
@@ -79,6 +83,13 @@ class State:
                 gates = gates.reshape(lead.numel(), -1)
             self._spread = (lead, gates)
         return self._spread[1]
+
+    def wide_gates(self, lead: torch.Size, rank: int, scale: float) -> torch.Tensor | None:
+        """[rows, M·r]: every gate times ``scale``, for each of its expert's r columns."""
+        if self._wide is None or self._wide[0] != lead:
+            gates = self.row_gates(lead)
+            self._wide = (lead, None if gates is None else (gates * scale).repeat_interleave(rank, 1))
+        return self._wide[1]
 
 
 @dataclass
@@ -101,13 +112,16 @@ def with_experts(y: torch.Tensor, x: torch.Tensor, layers: Sequence[torch.nn.Lin
         start += layer.out_features
     if mixture is None or mixture.state is None:
         return y
-    state = mixture.state
-    rows, gates = x.reshape(-1, x.shape[-1]), state.row_gates(x.shape[:-1])
+    state, rank, scale = mixture.state, mixture.layout.rank, mixture.scale
+    rows = x.reshape(-1, x.shape[-1])
     factors = [state.weights[t.index][name] for t in targets for name in ("A", "B")]
-    setting = Setting(
-        state.lanes or one_lane(len(rows), x.device), state.dropout, mixture.scale, mixture.layout.rank
-    )
-    return add_experts(y, rows, gates, targets, factors, setting)
+    if state.plain and not fused(x):
+        wide, out = state.wide_gates(x.shape[:-1], rank, scale), y.view(-1, y.shape[-1])
+        for target, a, b in zip(targets, factors[::2], factors[1::2], strict=True):
+            add_to_rows(out.narrow(1, target.start, target.width), rows, a[0], b[0], wide, scale)
+        return y
+    setting = Setting(state.lanes or one_lane(len(rows), x.device), state.dropout, scale, rank)
+    return add_experts(y, rows, state.row_gates(x.shape[:-1]), targets, factors, setting)
 
 
 def _hook(layer: Any, args: tuple, output: torch.Tensor) -> torch.Tensor:

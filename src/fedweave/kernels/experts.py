@@ -17,7 +17,6 @@ from typing import Any
 
 import torch
 
-from fedweave.kernels import fused
 from fedweave.kernels.lanes import Setting, Target
 from fedweave.kernels.products import expand, outer, reduce, reduce_back
 
@@ -31,29 +30,24 @@ def add_experts(
     setting: Setting,
 ) -> torch.Tensor:
     """y with the experts' contribution."""
-    plain = not torch.is_grad_enabled() and setting.dropout is None and len(setting.lanes.lengths) == 1
-    if plain and not fused(x):
-        return _add_to_one_lane(y, x, gates, targets, factors, setting)
     return _AddExperts.apply(y, x, gates, targets, setting, *factors)
 
 
-def _add_to_one_lane(
-    y: torch.Tensor,
-    x: torch.Tensor,
-    gates: torch.Tensor | None,
-    targets: Sequence[Target],
-    factors: Sequence[torch.Tensor],
-    setting: Setting,
-) -> torch.Tensor:
-    """The same in as few operations as can be: while a CPU decodes a token or a few, calling them is what costs."""
-    rows = y.flatten(0, -2)
-    for target, a, b in zip(targets, factors[::2], factors[1::2], strict=True):
-        u = torch.mm(x, a[0].t())  # [T, M·r]
-        if gates is not None:
-            u.view(len(u), -1, setting.rank).mul_(gates.unsqueeze(2))
-        part = rows if target.width == rows.shape[1] else rows.narrow(1, target.start, target.width)
-        part.addmm_(u, b[0], alpha=setting.scale)
-    return y
+def add_to_rows(
+    y: torch.Tensor,  # [T, width], changed in place
+    x: torch.Tensor,  # [T, n]
+    a: torch.Tensor,  # [M·r, n]
+    b: torch.Tensor,  # [M·r, width]
+    wide: torch.Tensor | None,  # [T, M·r] the scaled gates, each for its expert's r columns
+    scale: float,  # in place of gates where there are none
+) -> None:
+    """The same for one lane without gradient or dropout, in as few operations as can be: while a CPU decodes a
+    token or a few, calling them is what costs."""
+    u = torch.mm(x, a.t())  # [T, M·r]
+    if wide is None:
+        y.addmm_(u, b, alpha=scale)
+    else:
+        y.addmm_(u.mul_(wide), b)
 
 
 class _AddExperts(torch.autograd.Function):
