@@ -31,8 +31,14 @@ def test_stacked_layer_equals_a_loop_over_experts(experts):
         a, b = named["base_model.model.q.lora_A.weight"], named["base_model.model.q.lora_B.weight"]
         expected = expected + gates[..., m : m + 1] * (16 / 4) * (x @ a.T @ b.T)
     mixture = Mixture({"q": linear}, layout, alpha=16)
-    with mixture.active(layout.views(theta[None]), gates):
+    theta.requires_grad_()
+    weights = layout.views(theta[None])
+    with torch.no_grad(), mixture.active(weights, gates):
         torch.testing.assert_close(linear(x), expected)
+        with torch.enable_grad():  # whether a gradient is wanted is asked where the layer runs
+            again = linear(x)
+    torch.testing.assert_close(again, expected)
+    assert torch.autograd.grad(again.sum(), theta)[0].any()
     mixture.detach()
 
 

@@ -54,8 +54,7 @@ class Mixture:
         """Run the model with these experts; ``gates=None`` means one expert with weight 1."""
         if self.state is not None:
             raise RuntimeError("the mixture is already in use")
-        plain = lanes is None and dropout is None and not torch.is_grad_enabled()
-        self.state = State(weights, None if gates is None else gates.float(), lanes, dropout, plain)
+        self.state = State(weights, None if gates is None else gates.float(), lanes, dropout)
         try:
             yield
         finally:
@@ -70,9 +69,13 @@ class State:
     gates: torch.Tensor | None
     lanes: Lanes | None
     dropout: DropoutKeys | None
-    plain: bool  # one lane, no dropout, no gradient
     _spread: tuple[torch.Size, torch.Tensor | None] | None = None
     _wide: tuple[torch.Size, torch.Tensor | None] | None = None
+
+    @property
+    def plain(self) -> bool:
+        """One lane, no dropout and no gradient, asked where a layer runs."""
+        return self.lanes is None and self.dropout is None and not torch.is_grad_enabled()
 
     def row_gates(self, lead: torch.Size) -> torch.Tensor | None:
         """[rows, M] for an input of this leading shape: [T], [1, T] or [batch, length]. All layers ask the same."""
