@@ -24,9 +24,13 @@ def once(call: Callable[[], Any], device: torch.device) -> float:
 
 
 def seconds(call: Callable[[], Any], device: torch.device, repeats: int = 3, warm: int = 1) -> float:
+    """The median of up to ``repeats`` calls; after 10 s there are no further ones, since long calls vary little."""
     for _ in range(warm):
         call()
-    return statistics.median(once(call, device) for _ in range(repeats))
+    spent: list[float] = []
+    while len(spent) < repeats and sum(spent) < 10:
+        spent.append(once(call, device))
+    return statistics.median(spent)
 
 
 def peak_gib(device: torch.device) -> float | None:

@@ -6,9 +6,10 @@ import json
 import pytest
 
 from fedweave.cli import main
-from fedweave.compare.grid import Cell, cells, comparison_names, load_comparison
+from fedweave.compare.grid import Cell, Runner, cells, comparison_names, load_comparison
 from fedweave.compare.tables import Results, choose_best, latex, markdown
 from fedweave.config import Config, load_config
+from fedweave.console import Console
 from fedweave.errors import UserError
 from fedweave.report.records import find_runs
 
@@ -168,6 +169,18 @@ def test_several_comparisons_share_cells_and_stop_in_time(tmp_path, model_folder
     assert (tmp_path / "out" / "rates" / "table.md").is_file()
     methods = [run.config["method"] for run in find_runs([tmp_path / "out" / "methods"])]
     assert sorted(methods) == ["fedit", "ffa-lora"]
+
+
+def test_every_comparison_gets_its_first_seed_before_any_its_second(tmp_path, monkeypatch):
+    grids = {
+        name: cells(load_comparison("benchmark", [axis, "seed=7,8"], None), tmp_path / name)
+        for name, axis in {"a": "method=fedit,fedweave", "b": "data.alpha=0.1,0.5"}.items()
+    }
+    order = []
+    monkeypatch.setattr(Runner, "_run", lambda self, cell: order.append(cell) or {})
+    outcomes = Runner(grids, Console(quiet=True)).run()
+    assert [c.config.seed for c in order] == [7, 7, 7, 7, 8, 8, 8, 8]
+    assert [c for name in grids for c, _ in outcomes[name].finished] == grids["a"] + grids["b"]
 
 
 def test_cells_differ_from_their_recipe_only_by_their_values(tmp_path):

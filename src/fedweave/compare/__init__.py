@@ -27,17 +27,14 @@ def compare(
     processes = world()
     if processes is not None and minutes is not None:
         raise UserError("--minutes is for one process: several would not stop before the same cell.")
-    comparisons = [load_comparison(name, overrides, best_of) for name in names]
-    grids = [cells(comparison, output) for comparison, output in zip(comparisons, outputs, strict=True)]
-    runner = Runner(grids, console, minutes)
-    texts, left = [], 0
-    for name, comparison, grid, output in zip(names, comparisons, grids, outputs, strict=True):
-        if len(names) > 1:
-            console.say(f"== {name}")
-        outcome = runner.run(grid)
-        left += len(outcome.left)
-        if processes is None or processes.rank == 0:  # the first process writes the tables
-            texts.append(_write(comparison, outcome, output, console))
+    comparisons = {name: load_comparison(name, overrides, best_of) for name in names}
+    folders = dict(zip(names, outputs, strict=True))
+    grids = {name: cells(comparison, folders[name]) for name, comparison in comparisons.items()}
+    outcomes = Runner(grids, console, minutes).run()
+    left = sum(len(outcome.left) for outcome in outcomes.values())
+    texts = []
+    if processes is None or processes.rank == 0:  # the first process writes the tables
+        texts = [_write(comparisons[name], outcomes[name], folders[name], console) for name in names]
     if left:
         console.warn(f"{minutes:g} minutes are up with {left} cells to go; the same command goes on with them.")
     if not any(texts) and (processes is None or processes.rank == 0):

@@ -70,6 +70,11 @@ def _identity(config: dict[str, Any]) -> str:
     return json.dumps({**config, "output": None}, sort_keys=True)
 
 
+def _turn_of_seed(cell: Cell, grid: Sequence[Cell]) -> int:
+    """0 for the grid's first seed, 1 for its second …"""
+    return list(dict.fromkeys(other.config.seed for other in grid)).index(cell.config.seed)
+
+
 def comparison_names() -> list[str]:
     return sorted(p.stem for p in COMPARISONS.glob("*.yaml"))
 
@@ -141,36 +146,50 @@ class Outcome:
 
 
 class Runner:
-    """Runs cells one after another. All share one loaded backbone and one prepared data set, and a cell that stands
-    in several grids runs once. After ``minutes`` no further cell begins, nor one that would not end in time."""
+    """Runs the cells of several grids. All share one loaded backbone and one prepared data set, and a cell that stands
+    in several grids runs once. Every grid gets its first seed before any gets its second, so that whenever it stops
+    there is something of each. After ``minutes`` no further cell begins, nor one that would not end in time."""
 
-    def __init__(self, grids: Sequence[Sequence[Cell]], console: Console, minutes: float | None = None):
-        self.console, self.minutes = console, minutes
+    def __init__(self, grids: dict[str, list[Cell]], console: Console, minutes: float | None = None):
+        self.grids, self.console, self.minutes = grids, console, minutes
         self._kept = Kept()
         self._known = {
-            c.identity: (c.folder, found) for grid in grids for c in grid if (found := c.finished) is not None
+            c.identity: (c.folder, found)
+            for grid in grids.values()
+            for c in grid
+            if (found := c.finished) is not None
         }
         self._started, self._longest = time.monotonic(), 0.0
 
-    def run(self, grid: Sequence[Cell]) -> Outcome:
-        outcome = Outcome()
-        for number, cell in enumerate(grid, start=1):
+    def run(self) -> dict[str, Outcome]:
+        """What became of every grid, by its name."""
+        grids = self.grids
+        turns = sorted(
+            ((name, cell) for name, grid in grids.items() for cell in grid),
+            key=lambda turn: _turn_of_seed(turn[1], grids[turn[0]]),
+        )
+        outcomes = {name: Outcome() for name in grids}
+        for number, (name, cell) in enumerate(turns, start=1):
             known = self._known.get(cell.identity)
             if known is None and self._late():
-                outcome.left.append(cell)
+                outcomes[name].left.append(cell)
                 continue
-            self.console.say(f"[{number}/{len(grid)}] {cell.title}{': finished before' if known else ''}")
-            try:
-                folder, summary = known or (cell.folder, self._run(cell))
-                outcome.finished.append((cell, summary))
-                outcome.folders.append(folder)
-            except UserError as error:
-                outcome.failures.append(f"{cell.title}: {error}")
-            except Exception:  # one broken cell must not cost the others
-                note = cell.folder.parent / f"{cell.folder.name}.error"
-                note.write_text(traceback.format_exc(), encoding="utf-8")
-                outcome.failures.append(f"{cell.title}: see {note}")
-        return outcome
+            study = f"{name}: " if len(grids) > 1 else ""
+            self.console.say(f"[{number}/{len(turns)}] {study}{cell.title}{' (finished before)' if known else ''}")
+            self._add(cell, known, outcomes[name])
+        return outcomes
+
+    def _add(self, cell: Cell, known: tuple[Path, dict[str, Any]] | None, outcome: Outcome) -> None:
+        try:
+            folder, summary = known or (cell.folder, self._run(cell))
+            outcome.finished.append((cell, summary))
+            outcome.folders.append(folder)
+        except UserError as error:
+            outcome.failures.append(f"{cell.title}: {error}")
+        except Exception:  # one broken cell must not cost the others
+            note = cell.folder.parent / f"{cell.folder.name}.error"
+            note.write_text(traceback.format_exc(), encoding="utf-8")
+            outcome.failures.append(f"{cell.title}: see {note}")
 
     def _late(self) -> bool:
         spent = time.monotonic() - self._started
