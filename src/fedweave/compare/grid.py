@@ -146,9 +146,9 @@ class Outcome:
 
 
 class Runner:
-    """Runs the cells of several grids. All share one loaded backbone and one prepared data set, and a cell that stands
-    in several grids runs once. Every grid gets its first seed before any gets its second, so that whenever it stops
-    there is something of each. After ``minutes`` no further cell begins, nor one that would not end in time."""
+    """Runs the cells of several grids. All share one loaded backbone and one prepared data set, and a cell that
+    stands in several grids runs once. Every grid gets its first seed before any gets its second, so that whenever it
+    stops there is something of each. After ``minutes`` no cell begins, nor one that would not end in time."""
 
     def __init__(self, grids: dict[str, list[Cell]], console: Console, minutes: float | None = None):
         self.grids, self.console, self.minutes = grids, console, minutes
