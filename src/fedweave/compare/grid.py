@@ -147,8 +147,8 @@ class Outcome:
 
 class Runner:
     """Runs the cells of several grids. All share one loaded backbone and one prepared data set, and a cell that
-    stands in several grids runs once. Every grid gets its first seed before any gets its second, so that whenever it
-    stops there is something of each. After ``minutes`` no cell begins, nor one that would not end in time."""
+    stands in several grids runs once. Every grid gets its first seed before any gets its second, so that there is
+    something of each whenever it stops. After ``minutes`` no cell begins, nor one that would not end in time."""
 
     def __init__(self, grids: dict[str, list[Cell]], console: Console, minutes: float | None = None):
         self.grids, self.console, self.minutes = grids, console, minutes
