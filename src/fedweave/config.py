@@ -219,6 +219,7 @@ class EvaluationConfig:
     scores: bool = setting(True, "Score the test set by generation (losses are always measured).")
     score_rounds: bool = setting(False, "Also score the validation answers of every validated round.")
     untouched: bool = setting(True, "Also measure the bare backbone's loss.")
+    last: bool = setting(True, "Also test the last round, where the best is an earlier one.")
     rouge: Literal["rouge-score", "paper"] = setting(
         "rouge-score", "ROUGE as the rouge-score package counts it, or as the authors' release does."
     )

@@ -39,6 +39,23 @@ def test_lockstep_equals_one_by_one(backbone_of, family, dropout):
     assert alone[0].delta_theta.abs().max() > 1e-2, "nothing was learned, so nothing was tested"
 
 
+def test_lanes_with_fewer_steps_end_where_they_would_alone(backbone):
+    layout, router = setup(backbone)
+    lanes = make_lanes(backbone, layout, router, clients=4, steps=4)
+    for lane, steps in zip(lanes, (2, 4, 1, 4), strict=True):
+        lane.schedule = lane.schedule[:steps]
+    trainer, mixture = make_trainer(backbone, layout, router, 0.1)
+    advanced: list[int] = []
+    alone = list(trainer.train(lanes, 1))
+    together = list(trainer.train(lanes, 4, advanced.append))
+    mixture.detach()
+    assert advanced == [4, 3, 2, 2]
+    for one, many in zip(alone, together, strict=True):
+        assert (one.delta_theta - many.delta_theta).abs().max() <= 1e-5
+        assert (one.delta_phi - many.delta_phi).abs().max() <= 1e-5
+        assert one.losses == pytest.approx(many.losses, abs=1e-5) and one.tokens == many.tokens
+
+
 def test_a_client_does_not_feel_its_neighbours(backbone):
     """Another client's huge gradients, other data and other start must not touch loss, clipping or moments."""
     layout, router = setup(backbone)
@@ -148,7 +165,8 @@ def test_a_batch_of_fixed_shape_gives_the_same_step(backbone):
     for capacity in (None, roomy):
         group.load(lanes)
         losses = [group.step(build_batch(lanes, s, 0.1, backbone.device, capacity)) for s in range(3)]
-        results.append((torch.stack(losses), group.experts.delta(), group.routers.delta()))
+        experts, routers = zip(*(group.deltas(k) for k in range(3)), strict=True)
+        results.append((torch.stack(losses), torch.stack(experts), torch.stack(routers)))
     mixture.detach()
     for plain, filled in zip(*results, strict=True):
         difference = (plain - filled).abs()

@@ -62,6 +62,7 @@ def _write(comparison: Comparison, outcome: Outcome, output: Path, console: Cons
         text = f"{comparison.best_of} chosen by validation loss:\n\n" + "".join(f"- {x}\n" for x in lines) + "\n"
     results = Results.of(finished)
     text += markdown(results)
+    output.mkdir(parents=True, exist_ok=True)  # all of its cells may stand elsewhere
     write_atomic(output / "table.md", text)
     write_atomic(output / "table.tex", latex(results))
     write_atomic(output / "results.csv", as_csv(results))

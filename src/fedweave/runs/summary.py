@@ -117,7 +117,7 @@ def _test(run: RunFolder, tester: Tester, progress: Progress, console: Console) 
     test["best"]["round"] = progress.best_round
     if progress.best_round == progress.completed:
         test["last"] = test["best"]
-    else:
+    elif tester.config.evaluation.last:
         test["last"] = _evaluate(tester, progress.state, console)
         test["last"]["round"] = progress.completed
     lines = "".join(json.dumps(p, ensure_ascii=False) + "\n" for p in predictions)

@@ -42,6 +42,13 @@ class Lane:
     trainable: torch.Tensor | None = None  # [P] bool; None trains all columns
     train_router: bool = True
 
+    def examples(self, step: int) -> list[Encoded]:
+        """What it reads in a step; nothing once its schedule has ended."""
+        return [self.data.examples[i] for i in self.indices(step)]
+
+    def indices(self, step: int) -> np.ndarray:
+        return self.schedule[step] if step < len(self.schedule) else np.empty(0, dtype=int)
+
 
 @dataclass(frozen=True)
 class Capacity:
@@ -56,8 +63,8 @@ class Capacity:
     def of(cls, lanes: Sequence[Lane]) -> Capacity:
         """The largest step of these lanes, rounded up so that the next round fits too."""
         tokens, answers, sequences = 0, 0, 0
-        for step in range(len(lanes[0].schedule)):
-            rows = [[lane.data.examples[i] for i in lane.schedule[step]] for lane in lanes]
+        for step in range(max(len(lane.schedule) for lane in lanes)):
+            rows = [lane.examples(step) for lane in lanes]
             tokens = max(tokens, sum(len(e.ids) for lane in rows for e in lane))
             answers = max(answers, sum(len(e.ids) - e.answer_start for lane in rows for e in lane))
             sequences = max(sequences, max(len(lane) for lane in rows))
@@ -109,7 +116,7 @@ def build_batch(
     capacity: Capacity | None = None,
 ) -> StepBatch:
     """The batch of one step, on ``device``."""
-    chosen = [[lane.data.examples[i] for i in lane.schedule[step]] for lane in lanes]
+    chosen = [lane.examples(step) for lane in lanes]
     rows = [e for lane in chosen for e in lane]
     owner = np.repeat(np.arange(len(lanes)), [len(lane) for lane in chosen])
     place = np.concatenate([np.arange(len(lane)) for lane in chosen])
@@ -125,7 +132,8 @@ def build_batch(
     most = capacity.sequences if capacity else max(len(lane) for lane in chosen)
     features = torch.zeros(len(lanes), most, lanes[0].data.features.shape[1])
     for row, lane in zip(features, lanes, strict=True):
-        row[: len(lane.schedule[step])] = lane.data.features[lane.schedule[step]]
+        indices = lane.indices(step)
+        row[: len(indices)] = lane.data.features[indices]
     lane_lengths = [int(sum(len(e.ids) for e in lane)) for lane in chosen]
     target, weight, slot = ids[source + 1], 1.0 / per_lane[lane_of_answer], owner * most + place
     if capacity:

@@ -2,7 +2,8 @@
 
 Lanes share the frozen backbone and nothing else: every lane has its own loss (the mean over its own answer
 tokens), its own gradient norm and its own optimiser state, so a lane's result does not depend on its
-neighbours. ``lanes_per_step`` bounds memory; it never changes results beyond float rounding.
+neighbours. ``lanes_per_step`` bounds memory; it never changes results beyond float rounding. A lane with fewer
+steps than others is done when its own are; what its row computes after that is nobody's.
 """
 
 from __future__ import annotations
@@ -73,8 +74,8 @@ class Trainable:
             self.copy.copy_(self.master)
         self.copy_grad.zero_()
 
-    def delta(self) -> torch.Tensor:
-        return self.master.detach() - self.start
+    def delta(self, lane: int) -> torch.Tensor:
+        return self.master.detach()[lane] - self.start[lane]
 
 
 def _tensors(layers: list[dict[str, torch.Tensor]]) -> list[torch.Tensor]:
@@ -116,6 +117,10 @@ class LaneGroup:
             for tensor in state.values():
                 tensor.zero_()
 
+    def deltas(self, lane: int) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """How far a lane has come: its experts and its router."""
+        return self.experts.delta(lane), self.routers.delta(lane) if self.routers is not None else None
+
     def step(self, batch: StepBatch) -> torch.Tensor:
         """One optimiser step of every lane; returns their losses, [K]."""
         losses = self.trainer.lane_losses(batch, self.experts, self.routers, self.size)
@@ -148,7 +153,7 @@ class LockstepTrainer:
     ):
         self.backbone, self.mixture, self.router = backbone, mixture, router
         self.config, self.dropout, self.router_rate = config, dropout, router_rate
-        self._group: LaneGroup | None = None
+        self._groups: dict[tuple[int, bool], LaneGroup] = {}  # by size and whether columns are masked
         self._most: int | None = None  # lanes that went into memory, where not all did
         self.warn: Callable[[str], None] = lambda sentence: None
 
@@ -156,16 +161,6 @@ class LockstepTrainer:
         self, lanes: Sequence[Lane], lanes_per_step: int, on_step: Callable[[int], None] = lambda lanes: None
     ) -> Iterator[LaneResult]:
         """Results in the order of ``lanes``. Running out of memory halves the group and goes on."""
-        by_length: dict[int, list[int]] = {}
-        for index, lane in enumerate(lanes):
-            by_length.setdefault(len(lane.schedule), []).append(index)
-        if len(by_length) > 1:  # only lanes with equally many steps can march together
-            results: dict[int, LaneResult] = {}
-            for members in by_length.values():
-                same = self.train([lanes[i] for i in members], lanes_per_step, on_step)
-                results |= zip(members, same, strict=True)
-            yield from (results[i] for i in range(len(lanes)))
-            return
         start, lanes_per_step = 0, min(lanes_per_step, self._most or lanes_per_step)
         while start < len(lanes):
             group = lanes[start : start + lanes_per_step]
@@ -182,32 +177,30 @@ class LockstepTrainer:
             start += len(group)
 
     def _train_group(self, lanes: Sequence[Lane], on_step: Callable[[int], None]) -> list[LaneResult]:
-        masked = lanes[0].trainable is not None
-        group = self._group
-        if group is None or group.size != len(lanes) or (group.mask is not None) != masked:
-            self.release()
-            group = self._group = LaneGroup(self, len(lanes), masked, self._recording_pays(lanes))
-        device = self.backbone.device
+        group, device = self._group_for(lanes), self.backbone.device
         capacity = group.graphs.prepare(lanes, self.dropout, device) if group.graphs else None
         group.load(lanes)
-        losses, tokens = [], [0] * len(lanes)
-        for step in range(len(lanes[0].schedule)):
+        losses: list[torch.Tensor] = []
+        deltas: dict[int, tuple[torch.Tensor, torch.Tensor | None]] = {}
+        steps = [len(lane.schedule) for lane in lanes]
+        for step in range(max(steps)):
             batch = build_batch(lanes, step, self.dropout, device, capacity)
             losses.append(group.graphs.run(batch) if group.graphs else group.step(batch))
-            tokens = [
-                n + sum(len(lane.data.examples[i].ids) for i in lane.schedule[step])
-                for n, lane in zip(tokens, lanes, strict=True)
-            ]
-            on_step(len(lanes))
-        history = torch.stack(losses, 1).cpu()  # [K, steps]
-        delta_theta = group.experts.delta()
-        delta_phi = group.routers.delta() if group.routers is not None else None
-        return [
-            LaneResult(
-                delta_theta[k], delta_phi[k] if delta_phi is not None else None, history[k].tolist(), tokens[k]
-            )
-            for k in range(len(lanes))
-        ]
+            deltas |= {k: group.deltas(k) for k, own in enumerate(steps) if own == step + 1}
+            on_step(sum(own > step for own in steps))
+        history = torch.stack(losses, 1).tolist()  # [K, steps]
+        tokens = [sum(len(e.ids) for step in range(max(steps)) for e in lane.examples(step)) for lane in lanes]
+        return [LaneResult(*deltas[k], history[k][:own], tokens[k]) for k, own in enumerate(steps)]
+
+    def _group_for(self, lanes: Sequence[Lane]) -> LaneGroup:
+        """A group of this kind, kept with what it has recorded. Two kinds can take turns: full groups and the rest,
+        or a method's two ways of training; a third drives both out."""
+        kind = (len(lanes), lanes[0].trainable is not None)
+        if kind not in self._groups:
+            if len(self._groups) == 2:
+                self.release()
+            self._groups[kind] = LaneGroup(self, *kind, self._recording_pays(lanes))
+        return self._groups[kind]
 
     def _recording_pays(self, lanes: Sequence[Lane]) -> bool:
         """Whether launching a step's kernels would take longer than running them. A recorded step has the shape of
@@ -220,10 +213,11 @@ class LockstepTrainer:
         return running < _LAUNCHES_PER_LAYER * self.backbone.model.config.get_text_config().num_hidden_layers
 
     def release(self) -> None:
-        """Free parameters, optimiser state and recordings of the last group."""
-        if self._group is not None and self._group.graphs is not None:
-            self._group.graphs.release()
-        self._group = None
+        """Free parameters, optimiser state and recordings of all groups."""
+        for group in self._groups.values():
+            if group.graphs is not None:
+                group.graphs.release()
+        self._groups = {}
         if self.backbone.device.type == "cuda":
             gc.collect()  # modules and hooks refer to each other
             torch.cuda.empty_cache()
