@@ -14,7 +14,7 @@ import torch.nn.functional as F
 
 import fedweave.kernels
 from fedweave.experts.dropout import DropoutKeys, keep_mask
-from fedweave.kernels import entropy, gated, norm, products, rotary
+from fedweave.kernels import entropy, gated, norm, products, rotary, rows
 from fedweave.kernels.experts import add_experts
 from fedweave.kernels.lanes import Lanes, Setting, Target
 
@@ -26,7 +26,7 @@ def version(request, monkeypatch):
     if request.param == "triton" and not fedweave.kernels.fused(torch.zeros(1, device=DEVICE)):
         pytest.skip("needs a CUDA device (or TRITON_INTERPRET=1 and triton)")
     if request.param == "plain":
-        for module in (entropy, gated, norm, products, rotary):
+        for module in (entropy, gated, norm, products, rotary, rows):
             monkeypatch.setattr(module, "fused", lambda x: False)
     return request.param
 
@@ -144,3 +144,15 @@ def test_add_experts(version, experts, rate):
     for a, b in zip(got, want, strict=True):
         rows_of_lanes = slice(0, used) if a.shape[0] == tokens else slice(None)
         torch.testing.assert_close(a[rows_of_lanes], b[rows_of_lanes], atol=1e-3, rtol=1e-3)
+
+
+@pytest.mark.parametrize("gated", [True, False])
+@pytest.mark.parametrize(("tokens", "n", "width"), [(1, 40, 24), (19, 600, 100)])
+def test_experts_on_a_few_rows(version, tokens, n, width, gated):
+    x, a, b = (leaf(*shape, seed=i).detach() for i, shape in enumerate([(tokens, n), (12, n), (12, width)]))
+    wide = leaf(tokens, 12, seed=3).detach() if gated else None
+    joint = leaf(tokens, width + 10, seed=4).detach()
+    expected = joint.clone()
+    expected[:, 10:] += ((x @ a.T) * (0.5 if wide is None else wide)) @ b
+    rows.add_to_rows(joint[:, 10:], x, a, b, wide, 0.5)
+    torch.testing.assert_close(joint, expected, atol=2e-4, rtol=2e-4)

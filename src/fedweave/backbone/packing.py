@@ -203,10 +203,8 @@ def _flash(
         options["window_size"] = (window - 1 if window else -1, 0)
     else:  # pragma: no cover - torch 2.10
         options["is_causal"] = True
-    if "enable_gqa" in known:
+    if "enable_gqa" in known:  # before torch 2.12 fewer key heads than query heads need no permission
         options["enable_gqa"] = k.shape[1] != q.shape[1]
-    elif k.shape[1] != q.shape[1]:  # pragma: no cover
-        k, v = (x.repeat_interleave(q.shape[1] // k.shape[1], dim=1) for x in (k, v))
     cu = packed.boundaries
     return kernel(q, k.contiguous(), v.contiguous(), cu, cu, packed.longest, packed.longest, **options)
 

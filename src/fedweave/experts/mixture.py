@@ -20,8 +20,9 @@ import torch
 from fedweave.experts.dropout import DropoutKeys
 from fedweave.experts.layout import AdapterLayout
 from fedweave.kernels import fused
-from fedweave.kernels.experts import add_experts, add_to_rows
+from fedweave.kernels.experts import add_experts
 from fedweave.kernels.lanes import Lanes, Setting, Target, one_lane
+from fedweave.kernels.rows import MOST_ROWS, add_to_rows
 
 
 class Mixture:
@@ -118,7 +119,7 @@ def with_experts(y: torch.Tensor, x: torch.Tensor, layers: Sequence[torch.nn.Lin
     state, rank, scale = mixture.state, mixture.layout.rank, mixture.scale
     rows = x.reshape(-1, x.shape[-1])
     factors = [state.weights[t.index][name] for t in targets for name in ("A", "B")]
-    if state.plain and not fused(x):
+    if state.plain and (len(rows) <= MOST_ROWS or not fused(x)):
         wide, out = state.wide_gates(x.shape[:-1], rank, scale), y.view(-1, y.shape[-1])
         for target, a, b in zip(targets, factors[::2], factors[1::2], strict=True):
             add_to_rows(out.narrow(1, target.start, target.width), rows, a[0], b[0], wide, scale)

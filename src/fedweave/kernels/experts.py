@@ -33,23 +33,6 @@ def add_experts(
     return _AddExperts.apply(y, x, gates, targets, setting, *factors)
 
 
-def add_to_rows(
-    y: torch.Tensor,  # [T, width], changed in place
-    x: torch.Tensor,  # [T, n]
-    a: torch.Tensor,  # [M·r, n]
-    b: torch.Tensor,  # [M·r, width]
-    wide: torch.Tensor | None,  # [T, M·r] the scaled gates, each for its expert's r columns
-    scale: float,  # in place of gates where there are none
-) -> None:
-    """The same for one lane without gradient or dropout, in as few operations as can be: while a CPU decodes a
-    token or a few, calling them is what costs."""
-    u = torch.mm(x, a.t())  # [T, M·r]
-    if wide is None:
-        y.addmm_(u, b, alpha=scale)
-    else:
-        y.addmm_(u.mul_(wide), b)
-
-
 class _AddExperts(torch.autograd.Function):
     @staticmethod
     def forward(
