@@ -126,6 +126,9 @@ class DiscoveryConfig:
     restarts: int = setting(10, "Restarts of k-means.", low=1)
     warmup_steps: int = setting(10, "Optimiser steps of a bucket's warmup adapter.", low=1)
     warmup_batch: int = setting(8, "Batch size of the warmup.", low=1)
+    warmup_lr: float | Literal["auto"] = setting(
+        "auto", "AdamW rate of the warmup; auto is training.lr, as in the paper.", low=0.0
+    )
     sketch: int = setting(
         0,
         "Numbers per LoRA-B block that a signature is projected to, so that it is kilobytes and not megabytes; 64 "

@@ -46,6 +46,22 @@ def test_experts_start_as_the_mean_of_their_buckets_warmup_adapters(config, back
         torch.testing.assert_close(expert, mean)
 
 
+def test_the_warmup_can_have_a_rate_of_its_own(config, backbone, monkeypatch):
+    """The warmup alone: rounds keep training.lr."""
+    rates, train = [], LockstepTrainer.train
+
+    def spy(self, lanes, *args, **kwargs):
+        rates.append(self.config.lr)
+        return train(self, lanes, *args, **kwargs)
+
+    monkeypatch.setattr(LockstepTrainer, "train", spy)
+    starts = []
+    for rate in ("auto", 1e-3):
+        own = dataclasses.replace(config, discovery=dataclasses.replace(config.discovery, warmup_lr=rate))
+        starts.append(run(own, make_engine(own, backbone))[0].theta)
+    assert rates == [1e-2, 1e-2, 1e-3, 1e-2] and not torch.equal(*starts)
+
+
 def test_a_round_is_the_asymmetric_average_of_lone_clients(config, backbone):
     """Each client trained alone, then both sums written out, equals one federated round."""
     engine = make_engine(config, backbone)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -193,10 +194,11 @@ class InProcessEngine(Engine):
         lanes: Sequence[Lane],
         label: str,
         transient: bool = False,
+        rate: float | None = None,
     ) -> Iterator[LaneResult]:
-        """Train lanes and hand their results out one by one, in order."""
+        """Train lanes and hand their results out one by one, in order; ``rate`` in place of ``training.lr``."""
         known = self._trainer
-        trainer = self._trainer_for(layout, router)
+        trainer = self._trainer_for(layout, router, self.config.training.lr if rate is None else rate)
         fit = lanes_that_fit(self.backbone, lanes, self.config.training.clients_per_step)
         if trainer is not known and len(lanes) > 1 and self.config.training.clients_per_step == "auto":
             self.console.say(f"{label}: {min(fit.lanes, len(lanes))} of {len(lanes)} at a time ({fit.why})")
@@ -205,13 +207,14 @@ class InProcessEngine(Engine):
         yield from trainer.train(lanes, fit.lanes, progress.advance)
         progress.close()
 
-    def _trainer_for(self, layout: AdapterLayout, router: RouterLayout | None) -> LockstepTrainer:
+    def _trainer_for(self, layout: AdapterLayout, router: RouterLayout | None, rate: float) -> LockstepTrainer:
         """The trainer of this layout, kept over rounds together with what it has recorded."""
-        mixture = self.mixture(layout)
-        if self._trainer is None or self._trainer.mixture is not mixture or self._trainer.router != router:
-            config = self.config
-            self._trainer = LockstepTrainer(
-                self.backbone, mixture, router, config.training, config.experts.dropout, config.router.lr
+        mixture, last, config = self.mixture(layout), self._trainer, self.config
+        training = replace(config.training, lr=rate)
+        if last is None or last.mixture is not mixture or last.router != router or last.config != training:
+            last = LockstepTrainer(
+                self.backbone, mixture, router, training, config.experts.dropout, config.router.lr
             )
-            self._trainer.warn = self.console.warn
-        return self._trainer
+            last.warn = self.console.warn
+            self._trainer = last
+        return last

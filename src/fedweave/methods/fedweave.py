@@ -79,10 +79,14 @@ class FedWeave(Method):
             for c, bucket in enumerate(client.buckets)
         ]  # fmt: skip
         bench.spool = Spool(signer.layout.size)
-        for lane, result in zip(lanes, bench.train(signer.layout, None, lanes, "warmup"), strict=True):
+        rate = None if discovery.warmup_lr == "auto" else discovery.warmup_lr
+        trained = bench.train(signer.layout, None, lanes, "warmup", rate=rate)
+        for lane, result in zip(lanes, trained, strict=True):
             adapter = start + result.delta_theta.cpu()
             if not torch.isfinite(adapter).all():
-                raise UserError(f"the warmup of {lane.data.name!r} gave NaN or infinity; lower training.lr.")
+                raise UserError(
+                    f"the warmup of {lane.data.name!r} gave NaN or infinity; lower discovery.warmup_lr."
+                )
             bench.spool.append(adapter)
             yield signer.of(adapter)
 
