@@ -30,7 +30,8 @@ def compute_features(
     """Features of ``prompts``, float32 on the CPU, [n, d]; adapters must be off."""
     features = torch.empty(len(prompts), backbone.width)
     lengths = [len(p.ids) for p in prompts]
-    budget = 16_384 if backbone.device.type == "cuda" else 2_048
+    # a narrow model's kernels are over before the next is launched: larger batches, for the same memory
+    budget = min(65_536, max(16_384, 2**25 // backbone.width)) if backbone.device.type == "cuda" else 2_048
     progress = (console or Console(quiet=True)).progress("features", len(prompts), "prompts")
     for batch in token_budget_batches(lengths, budget):
         packed = pack([[prompts[i].ids for i in batch]], backbone.device)

@@ -8,13 +8,12 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from fedweave.backbone.load import Backbone
-from fedweave.config import Config
+from fedweave.config import Config, TrainingConfig
 from fedweave.console import Console
 from fedweave.discovery.clusterers import Buckets, discover_all
 from fedweave.experts.dropout import stream_key
@@ -194,11 +193,11 @@ class InProcessEngine(Engine):
         lanes: Sequence[Lane],
         label: str,
         transient: bool = False,
-        rate: float | None = None,
+        training: TrainingConfig | None = None,
     ) -> Iterator[LaneResult]:
-        """Train lanes and hand their results out one by one, in order; ``rate`` in place of ``training.lr``."""
+        """Train lanes and hand their results out one by one, in order; with ``training`` in place of the run's."""
         known = self._trainer
-        trainer = self._trainer_for(layout, router, self.config.training.lr if rate is None else rate)
+        trainer = self._trainer_for(layout, router, training or self.config.training)
         fit = lanes_that_fit(self.backbone, lanes, self.config.training.clients_per_step)
         if trainer is not known and len(lanes) > 1 and self.config.training.clients_per_step == "auto":
             self.console.say(f"{label}: {min(fit.lanes, len(lanes))} of {len(lanes)} at a time ({fit.why})")
@@ -207,10 +206,11 @@ class InProcessEngine(Engine):
         yield from trainer.train(lanes, fit.lanes, progress.advance)
         progress.close()
 
-    def _trainer_for(self, layout: AdapterLayout, router: RouterLayout | None, rate: float) -> LockstepTrainer:
+    def _trainer_for(
+        self, layout: AdapterLayout, router: RouterLayout | None, training: TrainingConfig
+    ) -> LockstepTrainer:
         """The trainer of this layout, kept over rounds together with what it has recorded."""
         mixture, last, config = self.mixture(layout), self._trainer, self.config
-        training = replace(config.training, lr=rate)
         if last is None or last.mixture is not mixture or last.router != router or last.config != training:
             last = LockstepTrainer(
                 self.backbone, mixture, router, training, config.experts.dropout, config.router.lr

@@ -79,8 +79,10 @@ class FedWeave(Method):
             for c, bucket in enumerate(client.buckets)
         ]  # fmt: skip
         bench.spool = Spool(signer.layout.size)
-        rate = None if discovery.warmup_lr == "auto" else discovery.warmup_lr
-        trained = bench.train(signer.layout, None, lanes, "warmup", rate=rate)
+        rate = self.config.training.lr if discovery.warmup_lr == "auto" else discovery.warmup_lr
+        # a few steps, once: to record them would take longer than to run them
+        training = replace(self.config.training, lr=rate, cuda_graphs=False)
+        trained = bench.train(signer.layout, None, lanes, "warmup", training=training)
         for lane, result in zip(lanes, trained, strict=True):
             adapter = start + result.delta_theta.cpu()
             if not torch.isfinite(adapter).all():
