@@ -46,6 +46,17 @@ def test_a_run_leaves_everything_it_promises(finished):
     assert 0 < audit["global"]["purity"] <= 1
 
 
+def test_the_last_round_is_tested_where_it_is_not_the_best_and_asked_for(tmp_path, small):
+    """A rate at which training only does harm: the start stays best."""
+    for asked in (True, False):
+        folder = tmp_path / str(asked)
+        spoilt = ["training.lr=3", "federation.norm_factor=0", f"evaluation.last={asked}".lower()]
+        assert main(["run", "quickstart", *small, *spoilt, f"output={folder}", "--quiet"]) == 0
+        test = json.loads((folder / "summary.json").read_text())["test"]
+        assert test["best"]["round"] < 3 and ("last" in test) == asked
+        assert main(["report", str(folder)]) == 0
+
+
 def test_generate_and_evaluate_use_the_finished_model(finished, tmp_path, capsys):
     assert main(["generate", str(finished), "How many?", "Fix the grammar: Ada go.", "--max-new-tokens", "3"]) == 0
     shown = capsys.readouterr()
