@@ -193,8 +193,8 @@ class Runner:
             outcome.failures.append(f"{cell.title}: see {note}")
 
     def _late(self) -> bool:
-        """Whether a cell as long as the longest so far would end too late. The first one also loads and compiles, so
-        it counts only until there is a second."""
+        """Whether a cell as long as the longest so far would end too late. The first one also loads and compiles,
+        so it counts only until there is a second."""
         spent = time.monotonic() - self._started
         longest = max(self._spent[1:] or self._spent, default=0.0)
         return self.minutes is not None and spent + longest > 60 * self.minutes
