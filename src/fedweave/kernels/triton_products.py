@@ -13,7 +13,12 @@ try:
 except ImportError:
     triton = None
 
-_COLUMNS = 64
+# What a block holds, and with how many warps and stages of loads; ``benchmarks/kernels.py`` tries others.
+BLOCKS: dict[str, dict[str, int]] = {
+    "reduce": {"COLUMNS": 64, "num_warps": 4, "num_stages": 3},
+    "expand": {"COLUMNS": 64, "num_warps": 4, "num_stages": 3},
+    "outer": {"TOKENS": 64, "COLUMNS": 64, "num_warps": 4, "num_stages": 3},
+}
 
 
 def _rows(count: int) -> int:
@@ -45,7 +50,7 @@ def launch_reduce(
         layer, threshold, inflate, setting.scale, x.stride(0), w.stride(0), w.shape[2], w.shape[1],
         gates.shape[1] if gates is not None else 1, setting.rank,
         DROP=drop, BACK=u is not None, GATED=gated, EXPERTS=_rows(w.shape[1] // setting.rank), R=_rows(w.shape[1]),
-        TOKENS=TILE, COLUMNS=_COLUMNS,
+        TOKENS=TILE, **BLOCKS["reduce"],
     )  # fmt: skip
 
 
@@ -61,10 +66,11 @@ def launch_expand(
 ) -> None:
     tokens, layer, threshold, inflate, drop = _keys(setting, u, index)
     gated, tiles = gates is not None, setting.lanes.tiles
-    _expand_kernel[(len(tiles), -(-w.shape[2] // _COLUMNS))](
+    block = BLOCKS["expand"]
+    _expand_kernel[(len(tiles), -(-w.shape[2] // block["COLUMNS"]))](
         y, u, w, gates if gated else u, tokens, tiles, layer, threshold, inflate, scale,
         y.stride(0), w.stride(0), w.shape[2], w.shape[1], gates.shape[1] if gates is not None else 1, setting.rank,
-        DROP=drop, GATED=gated, ADD=add, R=_rows(w.shape[1]), TOKENS=TILE, COLUMNS=_COLUMNS,
+        DROP=drop, GATED=gated, ADD=add, R=_rows(w.shape[1]), TOKENS=TILE, **block,
     )  # fmt: skip
 
 
@@ -78,11 +84,11 @@ def launch_outer(
     scale: float,
 ) -> None:
     tokens, layer, threshold, inflate, drop = _keys(setting, u, index)
-    gated = gates is not None
-    _outer_kernel[(len(out), -(-out.shape[2] // _COLUMNS))](
+    gated, block = gates is not None, BLOCKS["outer"]
+    _outer_kernel[(len(out), -(-out.shape[2] // block["COLUMNS"]))](
         u, x, out, gates if gated else u, tokens, setting.lanes.spans, layer, threshold, inflate, scale,
         x.stride(0), out.shape[2], out.shape[1], gates.shape[1] if gates is not None else 1, setting.rank,
-        DROP=drop, GATED=gated, R=_rows(out.shape[1]), TOKENS=TILE, COLUMNS=_COLUMNS,
+        DROP=drop, GATED=gated, R=_rows(out.shape[1]), **block,
     )  # fmt: skip
 
 
