@@ -198,7 +198,7 @@ def test_a_late_site_joins_a_running_federation_and_a_second_one_of_its_name_doe
         assert "site west joins with" in made.log("federate")
         assert "west" in answering(run)
         made.describe("west", made.data / "west.jsonl", name="north")  # west poses as north
-        made.kill("west")
+        made.leave("west")
         made.site("west")
         more = made.federate("more", "--resume", run, "training.rounds=10")
         made.finish(more, "more", 400)

@@ -162,6 +162,28 @@ def test_the_same_name_twice_and_another_model_are_turned_away(config, models, m
     assert all(len(report.accepted) == 3 for report in reports)
 
 
+@pytest.mark.parametrize("first", [True, False])
+def test_a_resumed_server_knows_a_site_from_one_of_its_name(config, models, first):
+    """Whoever says hello first: the node that had the name before keeps it, until it is gone."""
+    federation = Federation(changed(config), models)
+    federation.run()
+    records = [client.record() for client in federation.engine.clients]
+    again = Federation(federation.config, models, federation.sites)
+    impostor = again.answering(Site(Share(federation.config, 1), models, Console(quiet=True)))
+    own = again.grid.nodes.pop(NODE)
+    again.grid.nodes |= {300: impostor} if first else {NODE: own}
+    again.engine.meet()
+    again.grid.nodes |= {NODE: own, 300: impostor}
+    again.engine.restore(records, {})
+    seats = {client.name: client.node for client in again.engine.present(None, None)}
+    assert seats["client_1"] == NODE and len(seats) == 3
+    assert "site client_1 is turned away: another node has this name" in again.said
+    del again.grid.nodes[NODE]
+    again.engine.present(None, None)
+    seats = {client.name: client.node for client in again.engine.present(None, None)}
+    assert seats["client_1"] == 300
+
+
 def test_a_resumed_server_finds_its_sites_again_and_takes_none_twice(config, models):
     federation = Federation(changed(config), models)
     federation.run()

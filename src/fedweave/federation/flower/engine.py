@@ -40,6 +40,7 @@ from fedweave.router.mlp import RouterLayout
 
 _GRACE = 30.0  # seconds that a resumed run gives its sites to come back before it goes on with enough of them
 _HELLO = 30.0  # seconds after which an unanswered hello is said again: a busy site answers the last one
+_TAKEN = "another node has this name; stop one of the two, or rename it"
 _AGAIN = 60.0  # seconds before a node that gave an error is greeted again
 
 
@@ -55,6 +56,7 @@ class FlowerEngine(Engine):
         self.clients: list[RemoteClient] = []
         self.device = torch.device("cpu")
         self.fingerprint = ""
+        self._online: set[int] = set()  # nodes at the last look
         self._greeted: dict[int, str] = {}  # node -> the site's name, or "" for one that was turned away
         self._again: dict[int, float] = {}  # node -> when to greet it again after an error
         self._hellos: dict[str, tuple[int, float]] = {}  # message -> node that has not answered, until when
@@ -76,9 +78,11 @@ class FlowerEngine(Engine):
     def restore(self, records: Sequence[dict[str, Any]], tensors: Mapping[str, torch.Tensor]) -> None:
         """The sites of a checkpoint; each is found again when its node says hello."""
         self.clients = [RemoteClient(**record) for record in records]
+        self._online = set(self.grid.get_node_ids())
         for client in self.clients:
             if (early := self._waiting.pop(client.name, None)) is not None:  # it was greeted before this was known
-                client.node = early.node
+                assert early.node is not None
+                self._greeted[early.node] = self._take_seat(early.node, client)
         end = time.monotonic() + min(_GRACE, self.config.federation.patience)
         self._wait(
             lambda: (
@@ -126,6 +130,9 @@ class FlowerEngine(Engine):
     def _look_around(self) -> None:
         """Greet new nodes and notice those that went away."""
         nodes = set(self.grid.get_node_ids())
+        if self._online - nodes:  # who was turned away may have a place now
+            self._greeted = {node: name for node, name in self._greeted.items() if name}
+        self._online = nodes
         for client in self._here():
             if client.node not in nodes:
                 self.console.warn(f"site {client.name} is away.")
@@ -159,22 +166,28 @@ class FlowerEngine(Engine):
         """A node says who it is; returns its name, or nothing when it is turned away."""
         name = str(letter.facts.get("name", ""))[:80]
         known = next((client for client in self.clients if client.name == name), None)
-        taken = known.node if known else self._waiting[name].node if name in self._waiting else None
         try:
             if not name:
                 raise Refused("it has no name")
-            if taken is not None:
-                raise Refused("another node has this name; stop one of the two, or rename it")
+            if name in self._waiting:
+                raise Refused(_TAKEN)
             self._compare(letter)
         except Refused as reason:
             self.console.warn(f"site {name or node} is turned away: {reason}.")
             return ""
         if known is not None:
-            known.node = node
-            self.console.say(f"site {name} is here.")
-        else:
-            self._waiting[name] = RemoteClient(-1, name, node)
+            return self._take_seat(node, known)
+        self._waiting[name] = RemoteClient(-1, name, node, home=node)
         return name
+
+    def _take_seat(self, node: int, client: RemoteClient) -> str:
+        """A node that bears a site's name is that site, unless the one that was is still there, greeted or not."""
+        if client.node is not None or (client.home != node and client.home in self._online):
+            self.console.warn(f"site {client.name} is turned away: {_TAKEN}.")
+            return ""
+        client.node = client.home = node
+        self.console.say(f"site {client.name} is here.")
+        return client.name
 
     def _compare(self, letter: Letter) -> None:
         """The first site says what the backbone is; the others must have the same."""

@@ -30,6 +30,7 @@ class RemoteClient:
     index: int
     name: str
     node: int | None = None  # its Flower node while it is there
+    home: int | None = None  # the node that it last was: one key is one node as long as the SuperLink remembers it
     sizes: list[int] = field(default_factory=list)
     assignment: list[int] = field(default_factory=list)
     note: str = ""
