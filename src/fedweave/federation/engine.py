@@ -212,6 +212,8 @@ class InProcessEngine(Engine):
         """The trainer of this layout, kept over rounds together with what it has recorded."""
         mixture, last, config = self.mixture(layout), self._trainer, self.config
         if last is None or last.mixture is not mixture or last.router != router or last.config != training:
+            if last is not None:
+                last.release()
             last = LockstepTrainer(
                 self.backbone, mixture, router, training, config.experts.dropout, config.router.lr
             )
