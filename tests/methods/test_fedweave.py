@@ -8,6 +8,7 @@ import torch
 
 from fedweave.backbone.prompts import Encoded
 from fedweave.config import from_tree
+from fedweave.federation import engine as engines
 from fedweave.federation.client import Client
 from fedweave.federation.rounds import federate, sample_clients
 from fedweave.methods import METHODS, build_method
@@ -60,6 +61,17 @@ def test_the_warmup_can_have_a_rate_of_its_own(config, backbone, monkeypatch):
         own = dataclasses.replace(config, discovery=dataclasses.replace(config.discovery, warmup_lr=rate))
         starts.append(run(own, make_engine(own, backbone))[0].theta)
     assert rates == [1e-2, 1e-2, 1e-3, 1e-2] and not torch.equal(*starts)
+
+
+def test_how_many_march_together_is_decided_once(config, backbone, monkeypatch):
+    """Later rounds find less memory free, since the first one's parameters stay there: that must change nothing."""
+    asked, real = [], engines.lanes_that_fit
+    monkeypatch.setattr(
+        engines, "lanes_that_fit", lambda b, lanes, n: asked.append(len(lanes)) or real(b, lanes, n)
+    )
+    own = dataclasses.replace(config, training=dataclasses.replace(config.training, rounds=3))
+    state, _ = run(own, make_engine(own, backbone))
+    assert asked == [state.report["prototypes"], 3]  # the warmup's buckets, and the clients of all rounds
 
 
 def test_a_round_is_the_asymmetric_average_of_lone_clients(config, backbone):

@@ -196,11 +196,14 @@ class InProcessEngine(Engine):
         training: TrainingConfig | None = None,
     ) -> Iterator[LaneResult]:
         """Train lanes and hand their results out one by one, in order; with ``training`` in place of the run's."""
-        known = self._trainer
         trainer = self._trainer_for(layout, router, training or self.config.training)
-        fit = lanes_that_fit(self.backbone, lanes, self.config.training.clients_per_step)
-        if trainer is not known and len(lanes) > 1 and self.config.training.clients_per_step == "auto":
-            self.console.say(f"{label}: {min(fit.lanes, len(lanes))} of {len(lanes)} at a time ({fit.why})")
+        fit = trainer.fits.get(len(lanes))
+        if fit is None:  # once: what the trainer keeps for the next round is not free then
+            fit = trainer.fits[len(lanes)] = lanes_that_fit(
+                self.backbone, lanes, self.config.training.clients_per_step
+            )
+            if len(lanes) > 1 and self.config.training.clients_per_step == "auto":
+                self.console.say(f"{label}: {min(fit.lanes, len(lanes))} of {len(lanes)} at a time ({fit.why})")
         steps = sum(len(lane.schedule) for lane in lanes)
         progress = self.console.progress(label, steps, "steps", transient)
         yield from trainer.train(lanes, fit.lanes, progress.advance)

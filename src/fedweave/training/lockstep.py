@@ -22,6 +22,7 @@ from fedweave.router.mlp import RouterLayout
 from fedweave.training.batch import Lane, StepBatch, build_batch
 from fedweave.training.graphs import GraphedSteps
 from fedweave.training.loss import token_nll
+from fedweave.training.memory import Fit
 
 _LAUNCHES_PER_LAYER = 3e-3  # seconds that a host needs for one layer's forward and backward kernels
 _USUAL_RATE = 4e14  # FLOP/s that a step reaches on a large GPU
@@ -156,6 +157,7 @@ class LockstepTrainer:
         self.config, self.dropout, self.router_rate = config, dropout, router_rate
         self._groups: dict[tuple[int, bool], LaneGroup] = {}  # by size and whether columns are masked
         self._most: int | None = None  # lanes that went into memory, where not all did
+        self.fits: dict[int, Fit] = {}  # how many of so many lanes march together
         self.warn: Callable[[str], None] = lambda sentence: None
 
     def train(
