@@ -8,6 +8,7 @@ from __future__ import annotations
 import weakref
 from contextlib import nullcontext
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -15,6 +16,7 @@ import torch.nn.functional as F
 import fedweave.kernels
 from fedweave.experts.dropout import DropoutKeys, keep_mask
 from fedweave.kernels import entropy, gated, norm, products, rotary, rows
+from fedweave.kernels.attention import sequence_tiles, short_attention
 from fedweave.kernels.experts import add_experts
 from fedweave.kernels.lanes import Lanes, Setting, Target
 
@@ -156,3 +158,28 @@ def test_experts_on_a_few_rows(version, tokens, n, width, gated):
     expected[:, 10:] += ((x @ a.T) * (0.5 if wide is None else wide)) @ b
     rows.add_to_rows(joint[:, 10:], x, a, b, wide, 0.5)
     torch.testing.assert_close(joint, expected, atol=2e-4, rtol=2e-4)
+
+
+@pytest.mark.parametrize("softcap", [None, 3.0])
+@pytest.mark.parametrize(("heads", "kv_heads", "width"), [(4, 2, 16), (3, 3, 24)])
+def test_attention_within_short_sequences(heads, kv_heads, width, softcap):
+    """Sequences of every kind: empty, one token, a whole block, several blocks; keys not stored side by side."""
+    if not fedweave.kernels.fused(torch.zeros(1, device=DEVICE)):
+        pytest.skip("needs a CUDA device (or TRITON_INTERPRET=1 and triton)")
+    lengths = np.array([5, 0, 64, 1, 150, 63])
+    tokens = int(lengths.sum())
+    tiles = torch.from_numpy(sequence_tiles(lengths, tokens)).to(DEVICE)
+    q, v = leaf(tokens, heads, width), leaf(tokens, kv_heads, width, seed=2)
+    k = leaf(kv_heads, tokens, width, seed=1)
+
+    def written_out(q, k, v):
+        outs = []
+        for part in zip(*(x.split(lengths.tolist()) for x in (q, k.transpose(0, 1), v)), strict=True):
+            a, b, c = (x.repeat_interleave(heads // x.shape[1], 1).transpose(0, 1) for x in part)  # [heads, n, D]
+            scores = a @ b.transpose(1, 2) * 0.3
+            scores = scores if softcap is None else softcap * torch.tanh(scores / softcap)
+            hidden = torch.ones(scores.shape[1:], dtype=torch.bool, device=DEVICE).triu(1)
+            outs.append((scores.masked_fill(hidden, float("-inf")).softmax(-1) @ c).transpose(0, 1))
+        return torch.cat(outs)
+
+    same(short_attention(q, k.transpose(0, 1), v, tiles, 0.3, softcap), written_out(q, k, v), [q, k, v])

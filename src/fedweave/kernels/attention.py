@@ -1,0 +1,248 @@
+"""Causal attention within short packed sequences.
+
+Instructions and their answers have about a hundred tokens. Flash kernels are made for thousands: their blocks are
+larger than such a sequence, their backward pass adds up dq through memory in no fixed order, and gradients of grouped
+key heads are written for every query head and summed afterwards. Here a block is at most 64 tokens of one sequence:
+
+    forward    a block of queries, one head            walks over the keys before it
+    dq         the same
+    dk, dv     a block of keys, one key head           walks over the queries after it, of all heads that share it
+
+Every number is written once by one block, so two runs are alike to the last bit.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+
+from fedweave.kernels import power_of_two
+
+try:
+    import triton
+    import triton.language as tl
+except ImportError:
+    triton = None
+
+BLOCK = 64  # tokens
+LONGEST = 512  # beyond, flash kernels are faster
+_LOG2E = 1.4426950408889634
+
+
+def sequence_tiles(lengths: np.ndarray, tokens: int) -> np.ndarray:
+    """[n, 3] first token of every block, and start and end of its sequence; as many as any sequences of so many tokens
+    may need, the spare ones empty."""
+    ends = np.cumsum(lengths)
+    blocks = -(-lengths // BLOCK)
+    sequence = np.repeat(np.arange(len(lengths)), blocks)
+    inner = np.arange(len(sequence)) - np.repeat(np.cumsum(blocks) - blocks, blocks)
+    starts = (ends - lengths)[sequence]
+    tiles = np.zeros((tokens // BLOCK + len(lengths), 3), dtype=np.int32)
+    tiles[: len(sequence)] = np.stack([starts + inner * BLOCK, starts, ends[sequence]], 1)
+    return tiles
+
+
+def short_attention(
+    q: torch.Tensor,  # [T, heads, D]
+    k: torch.Tensor,  # [T, kv_heads, D]
+    v: torch.Tensor,
+    tiles: torch.Tensor,  # [n, 3] int32
+    scale: float,
+    softcap: float | None = None,
+) -> torch.Tensor:
+    """[T, heads, D]."""
+    return _ShortAttention.apply(q, k, v, tiles, scale, softcap)
+
+
+class _ShortAttention(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        tiles: torch.Tensor,
+        scale: float,
+        softcap: float | None,
+    ) -> torch.Tensor:
+        q, k, v = (x if x.stride(2) == 1 else x.contiguous() for x in (q, k, v))
+        out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+        lse = torch.empty(q.shape[:2], device=q.device)  # [T, heads] log2 of the softmax's sum
+        launch = _Launch(q, k, v, tiles, scale, softcap)
+        _forward_kernel[(len(tiles), q.shape[1])](*launch.inputs, out, lse, *launch.numbers, **launch.options)
+        ctx.save_for_backward(q, k, v, out, lse, tiles)
+        ctx.scale, ctx.softcap = scale, softcap
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        q, k, v, out, lse, tiles = ctx.saved_tensors
+        do = grads[0].contiguous()
+        dq, dk, dv = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v))
+        delta = torch.empty_like(lse)  # [T, heads] Σ do · out
+        launch = _Launch(q, k, v, tiles, ctx.scale, ctx.softcap)
+        _dq_kernel[(len(tiles), q.shape[1])](
+            *launch.inputs, out, do, lse, delta, dq, *launch.numbers, **launch.options
+        )
+        _dkv_kernel[(len(tiles), k.shape[1])](
+            *launch.inputs, do, lse, delta, dk, dv, *launch.numbers, **launch.options
+        )
+        return dq, dk, dv, None, None, None
+
+
+class _Launch:
+    """What all three kernels are called with."""
+
+    def __init__(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        tiles: torch.Tensor,
+        scale: float,
+        softcap: float | None,
+    ):
+        heads, kv_heads, width = q.shape[1], k.shape[1], q.shape[2]
+        padded = max(16, power_of_two(width))
+        self.inputs = (q, k, v, tiles)
+        self.numbers = (
+            scale, softcap or 0.0, heads, kv_heads, width,
+            q.stride(0), q.stride(1), k.stride(0), k.stride(1), v.stride(0), v.stride(1),
+        )  # fmt: skip
+        self.options = {
+            "GROUP": heads // kv_heads,
+            "CAPPED": softcap is not None,
+            "D": padded,
+            "BLOCK": BLOCK,
+            "STEP": BLOCK if padded <= 128 else BLOCK // 2,  # tokens that a block looks at at a time
+            "num_warps": 4 if padded <= 64 else 8,
+        }
+
+
+if triton is not None:
+
+    @triton.jit
+    def _rows(x, t, head, row, head_row, c, live, W):
+        """[tokens, D] of one head."""
+        at = x + t.to(tl.int64)[:, None] * row + head * head_row + c[None, :]
+        return tl.load(at, live[:, None] & (c < W)[None, :], 0.0)
+
+    @triton.jit
+    def _scores(a, b, scale, softcap, CAPPED: tl.constexpr):
+        """Scaled scores [A, B] of rows a and b, capped where the model caps them."""
+        s = tl.dot(a, tl.trans(b), input_precision="ieee") * scale
+        if CAPPED:
+            s = softcap * (
+                1 - 2 / (tl.exp2(s * (2 * 1.4426950408889634 / softcap)) + 1)
+            )  # softcap · tanh(s / softcap)
+        return s
+
+    @triton.jit
+    def _forward_kernel(
+        q, k, v, tiles, out, lse, scale, softcap, HEADS, KV, W, q_row, q_head, k_row, k_head, v_row, v_head,
+        GROUP: tl.constexpr, CAPPED: tl.constexpr, D: tl.constexpr, BLOCK: tl.constexpr, STEP: tl.constexpr,
+    ):  # fmt: skip
+        tile, head = tiles + tl.program_id(0) * 3, tl.program_id(1)
+        first, start, end = tl.load(tile), tl.load(tile + 1), tl.load(tile + 2)
+        if first < end:
+            t, c = first + tl.arange(0, BLOCK), tl.arange(0, D)
+            live = t < end
+            mine = _rows(q, t, head, q_row, q_head, c, live, W)
+            most = tl.full([BLOCK], float("-inf"), tl.float32)
+            total = tl.zeros([BLOCK], tl.float32)
+            acc = tl.zeros([BLOCK, D], tl.float32)
+            for begin in range(start, tl.minimum(first + BLOCK, end), STEP):
+                j = begin + tl.arange(0, STEP)
+                near = j < end
+                keys = _rows(k, j, head // GROUP, k_row, k_head, c, near, W)
+                values = _rows(v, j, head // GROUP, v_row, v_head, c, near, W)
+                s = _scores(mine, keys, scale, softcap, CAPPED) * 1.4426950408889634
+                s = tl.where((j[None, :] <= t[:, None]) & near[None, :], s, float("-inf"))
+                above = tl.maximum(most, tl.max(s, 1))
+                shrink = tl.exp2(most - above)
+                p = tl.exp2(s - above[:, None])
+                total = total * shrink + tl.sum(p, 1)
+                acc = acc * shrink[:, None] + tl.dot(p.to(values.dtype), values, input_precision="ieee")
+                most = above
+            wide = t.to(tl.int64) * HEADS + head
+            inside = live[:, None] & (c < W)[None, :]
+            tl.store(out + wide[:, None] * W + c[None, :], (acc / total[:, None]).to(out.dtype.element_ty), inside)
+            tl.store(lse + wide, most + tl.log2(total), live)
+
+    @triton.jit
+    def _slopes(s, p, dp, delta, softcap, CAPPED: tl.constexpr):
+        """Gradient of the scaled scores before the cap: p (dp - delta), times 1 - tanh²."""
+        ds = p * (dp - delta)
+        if CAPPED:
+            ds = ds * (1 - (s / softcap) * (s / softcap))
+        return ds
+
+    @triton.jit
+    def _dq_kernel(
+        q, k, v, tiles, out, do, lse, delta, dq,
+        scale, softcap, HEADS, KV, W, q_row, q_head, k_row, k_head, v_row, v_head,
+        GROUP: tl.constexpr, CAPPED: tl.constexpr, D: tl.constexpr, BLOCK: tl.constexpr, STEP: tl.constexpr,
+    ):  # fmt: skip
+        tile, head = tiles + tl.program_id(0) * 3, tl.program_id(1)
+        first, start, end = tl.load(tile), tl.load(tile + 1), tl.load(tile + 2)
+        if first < end:
+            t, c = first + tl.arange(0, BLOCK), tl.arange(0, D)
+            live = t < end
+            mine = _rows(q, t, head, q_row, q_head, c, live, W)
+            slope = _rows(do, t, head, HEADS * W, W, c, live, W)
+            wide = t.to(tl.int64) * HEADS + head
+            answer = _rows(out, t, head, HEADS * W, W, c, live, W)
+            across = tl.sum(slope.to(tl.float32) * answer.to(tl.float32), 1)
+            tl.store(delta + wide, across, live)
+            norm = tl.load(lse + wide, live, 0.0)
+            acc = tl.zeros([BLOCK, D], tl.float32)
+            for begin in range(start, tl.minimum(first + BLOCK, end), STEP):
+                j = begin + tl.arange(0, STEP)
+                near = j < end
+                keys = _rows(k, j, head // GROUP, k_row, k_head, c, near, W)
+                values = _rows(v, j, head // GROUP, v_row, v_head, c, near, W)
+                s = _scores(mine, keys, scale, softcap, CAPPED)
+                seen = (j[None, :] <= t[:, None]) & near[None, :]
+                p = tl.where(seen, tl.exp2(s * 1.4426950408889634 - norm[:, None]), 0.0)
+                dp = tl.dot(slope, tl.trans(values), input_precision="ieee")
+                ds = _slopes(s, p, dp, across[:, None], softcap, CAPPED)
+                acc += tl.dot(ds.to(keys.dtype), keys, input_precision="ieee")
+            inside = live[:, None] & (c < W)[None, :]
+            tl.store(dq + wide[:, None] * W + c[None, :], (acc * scale).to(dq.dtype.element_ty), inside)
+
+    @triton.jit
+    def _dkv_kernel(
+        q, k, v, tiles, do, lse, delta, dk, dv,
+        scale, softcap, HEADS, KV, W, q_row, q_head, k_row, k_head, v_row, v_head,
+        GROUP: tl.constexpr, CAPPED: tl.constexpr, D: tl.constexpr, BLOCK: tl.constexpr, STEP: tl.constexpr,
+    ):  # fmt: skip
+        tile, kv = tiles + tl.program_id(0) * 3, tl.program_id(1)
+        first, end = tl.load(tile), tl.load(tile + 2)
+        if first < end:
+            j, c = first + tl.arange(0, BLOCK), tl.arange(0, D)
+            near = j < end
+            keys = _rows(k, j, kv, k_row, k_head, c, near, W)
+            values = _rows(v, j, kv, v_row, v_head, c, near, W)
+            to_k = tl.zeros([BLOCK, D], tl.float32)
+            to_v = tl.zeros([BLOCK, D], tl.float32)
+            for head in range(kv * GROUP, (kv + 1) * GROUP):
+                for begin in range(first, end, STEP):
+                    t = begin + tl.arange(0, STEP)
+                    live = t < end
+                    theirs = _rows(q, t, head, q_row, q_head, c, live, W)
+                    slope = _rows(do, t, head, HEADS * W, W, c, live, W)
+                    wide = t.to(tl.int64) * HEADS + head
+                    norm, across = tl.load(lse + wide, live, 0.0), tl.load(delta + wide, live, 0.0)
+                    s = _scores(keys, theirs, scale, softcap, CAPPED)  # [keys, queries]
+                    seen = (j[:, None] <= t[None, :]) & near[:, None] & live[None, :]
+                    p = tl.where(seen, tl.exp2(s * 1.4426950408889634 - norm[None, :]), 0.0)
+                    to_v += tl.dot(p.to(slope.dtype), slope, input_precision="ieee")
+                    dp = tl.dot(values, tl.trans(slope), input_precision="ieee")
+                    ds = _slopes(s, p, dp, across[None, :], softcap, CAPPED)
+                    to_k += tl.dot(ds.to(theirs.dtype), theirs, input_precision="ieee")
+            at = (j.to(tl.int64) * KV + kv)[:, None] * W + c[None, :]
+            inside = near[:, None] & (c < W)[None, :]
+            tl.store(dk + at, (to_k * scale).to(dk.dtype.element_ty), inside)
+            tl.store(dv + at, to_v.to(dv.dtype.element_ty), inside)
