@@ -31,13 +31,17 @@ def relative(a: torch.Tensor, b: torch.Tensor) -> float:
     return ((a.float() - b.float()).norm() / b.float().norm()).item()
 
 
-def test_flash_attention_equals_the_padded_reference(on_gpu, monkeypatch):
+def test_both_attention_kernels_equal_the_padded_reference(on_gpu, monkeypatch):
     rows = [e.ids for e in client_data(on_gpu, 12, seed=0).examples]
     packed = packing.pack([rows], on_gpu.device)
+    assert packed.tiles is not None
     with torch.no_grad():
-        fast = on_gpu.hidden(packed)
+        short = on_gpu.hidden(packed)
+        packed.tiles = None
+        flash = on_gpu.hidden(packed)
         monkeypatch.setattr(packing, "varlen", lambda: (None, set()))
-        assert relative(fast, on_gpu.hidden(packed)) < 2e-2  # bfloat16
+        reference = on_gpu.hidden(packed)
+    assert relative(short, reference) < 2e-2 and relative(flash, reference) < 2e-2  # bfloat16
 
 
 @pytest.mark.parametrize("dropout", [0.0, 0.1])
@@ -55,6 +59,21 @@ def test_recorded_steps_equal_eager_ones_over_changing_batches(on_gpu, dropout):
         assert replayed.losses == pytest.approx(eager.losses, rel=2e-2)
         assert relative(replayed.delta_theta, eager.delta_theta) < 0.1  # Adam's first steps follow signs
         assert replayed.tokens == eager.tokens
+
+
+@pytest.mark.parametrize("graphs", [True, False])
+def test_training_repeats_to_the_last_bit(on_gpu, graphs):
+    layout = AdapterLayout.of(on_gpu.linear_layers(TARGETS), 8, 3)
+    router = RouterLayout(on_gpu.width, 16, 3)
+    lanes = make_lanes(on_gpu, layout, router, clients=3, steps=4)
+    results = []
+    for _ in range(2):
+        trainer, mixture = make_trainer(on_gpu, layout, router, 0.1, cuda_graphs=graphs)
+        results.append(list(trainer.train(lanes, 3)))
+        mixture.detach()
+    for one, two in zip(*results, strict=True):
+        assert torch.equal(one.delta_theta, two.delta_theta) and torch.equal(one.delta_phi, two.delta_phi)
+        assert one.losses == two.losses
 
 
 def test_recorded_decoding_equals_eager_decoding(on_gpu, monkeypatch):

@@ -21,6 +21,7 @@ from fedweave.backbone.load import Backbone
 from fedweave.backbone.packing import pack, token_budget_batches
 from fedweave.backbone.prompts import EncodedPrompt
 from fedweave.console import Console
+from fedweave.kernels.segments import sum_segments
 
 
 @torch.no_grad()
@@ -40,8 +41,7 @@ def compute_features(
         starts, ends = (spans + packed.starts.long()[:, None]).unbind(1)
         token = torch.arange(packed.tokens, device=backbone.device)
         inside = (token >= starts[packed.sequence]) & (token < ends[packed.sequence])  # [T]
-        sums = torch.zeros(len(batch), backbone.width, device=backbone.device)
-        sums.index_add_(0, packed.sequence[inside], hidden[inside])
+        sums = sum_segments(hidden * inside[:, None], packed.boundaries)  # [S, d]
         features[batch] = (sums / (ends - starts)[:, None]).cpu()
         progress.advance(len(batch))
     progress.close()

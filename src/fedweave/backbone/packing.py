@@ -5,10 +5,10 @@
     lanes      |   0   |  0  |    1    |      sequences of one lane (client) stand side by side
 
 Everything but attention treats tokens alone, so a packed row costs what its real tokens cost. Attention is
-reached through transformers' attention interface under the name ``fedweave_packed``: on CUDA one
-variable-length flash kernel, elsewhere a gather into right-padded blocks of similar length where causality alone
-keeps the padding out of sight. The same function serves decoding, where one new token per row looks at a
-key-value cache.
+reached through transformers' attention interface under the name ``fedweave_packed``: on CUDA one kernel for
+sequences of any lengths (our own for short ones, torch's flash kernel for long ones), elsewhere a gather into
+right-padded blocks of similar length where causality alone keeps the padding out of sight. The same function
+serves decoding, where one new token per row looks at a key-value cache.
 """
 
 from __future__ import annotations
@@ -23,7 +23,8 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
-from fedweave.kernels import to_device
+from fedweave.kernels import TRITON, to_device
+from fedweave.kernels.attention import LONGEST, sequence_tiles, short_attention
 from fedweave.kernels.lanes import Lanes
 
 ATTENTION = "fedweave_packed"
@@ -48,6 +49,7 @@ class Packed:
     longest: int
     lanes: Lanes
     similar: Blocks | None = None  # where shapes may differ from batch to batch: on a CPU
+    tiles: torch.Tensor | None = None  # [n, 3] int32, where the kernel for short sequences attends: on CUDA
 
     @property
     def tokens(self) -> int:
@@ -69,15 +71,17 @@ class Packed:
         ends = np.cumsum(lengths)
         sequence = np.repeat(np.arange(len(lengths)), lengths)
         positions = np.arange(len(ids)) - np.repeat(ends - lengths, lengths)
-
+        longest = longest or int(lengths.max())
+        short = device.type == "cuda" and TRITON and longest <= LONGEST
         return cls(
             ids=to_device(ids, device)[None],
             positions=to_device(positions, device)[None],
             sequence=to_device(sequence, device),
             boundaries=to_device(np.concatenate([[0], ends]), device, torch.int32),
-            longest=longest or int(lengths.max()),
+            longest=longest,
             lanes=Lanes.of(lane_lengths, len(ids), device),
             similar=_similar(lengths, ends) if device.type == "cpu" else None,
+            tiles=to_device(sequence_tiles(lengths, len(ids)), device, torch.int32) if short else None,
         )
 
     @property
@@ -178,6 +182,8 @@ def attend(
     """Causal attention within each sequence, [T, heads, D]."""
     window = sliding_window if sliding_window and sliding_window < packed.longest else None
     scale = scaling if scaling is not None else q.shape[-1] ** -0.5
+    if packed.tiles is not None and window is None and q.dtype != torch.float32:
+        return short_attention(q, k, v, packed.tiles, scale, softcap)
     if q.is_cuda and softcap is None and q.dtype != torch.float32 and varlen()[0] is not None:
         return _flash(q, k, v, packed, scale, window)
     return _padded(q, k, v, packed, scale, window, softcap)

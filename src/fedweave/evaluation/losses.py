@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
+import torch.nn.functional as F
 
 from fedweave.backbone.load import Backbone
 from fedweave.backbone.packing import pack, token_budget_batches
@@ -12,6 +13,7 @@ from fedweave.backbone.prompts import Encoded
 from fedweave.console import Progress
 from fedweave.experts.layout import AdapterLayout
 from fedweave.experts.mixture import Mixture
+from fedweave.kernels.segments import sum_segments
 from fedweave.training.loss import token_nll
 
 
@@ -50,8 +52,9 @@ def example_losses(
         answer = (packed.positions[0] >= first).nonzero()[:, 0]  # [n] positions of answer tokens
         sequence, target = packed.sequence[answer], packed.ids[0, answer]
         nll = token_nll(hidden.index_select(0, answer - 1), backbone.head, target, backbone.softcap)
-        sums = torch.zeros(len(batch), device=nll.device).index_add(0, sequence, nll)
-        losses[batch] = (sums / torch.bincount(sequence, minlength=len(batch))).cpu()
+        counts = torch.bincount(sequence, minlength=len(batch))
+        sums = sum_segments(nll, F.pad(counts.cumsum(0), (1, 0)))
+        losses[batch] = (sums / counts).cpu()
         if progress:
             progress.advance(len(batch))
     return losses

@@ -15,16 +15,16 @@ import torch
 try:
     import triton  # noqa: F401  (comes with torch's CUDA builds)
 
-    _TRITON = True
+    TRITON = True
 except ImportError:
-    _TRITON = False
+    TRITON = False
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"  # kernels on a CPU, for tests
 
 
 def fused(x: torch.Tensor) -> bool:
     """Whether the Triton version runs on this tensor."""
-    return _TRITON and (x.is_cuda or INTERPRETED)
+    return TRITON and (x.is_cuda or INTERPRETED)
 
 
 def power_of_two(n: int) -> int:

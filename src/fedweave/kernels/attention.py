@@ -1,8 +1,9 @@
 """Causal attention within short packed sequences.
 
 Instructions and their answers have about a hundred tokens. Flash kernels are made for thousands: their blocks are
-larger than such a sequence, their backward pass adds up dq through memory in no fixed order, and gradients of grouped
-key heads are written for every query head and summed afterwards. Here a block is at most 64 tokens of one sequence:
+larger than such a sequence, their backward pass adds up dq through memory in no fixed order, and the gradients of
+grouped key heads are written for every query head and summed afterwards. Here a block is at most 64 tokens of one
+sequence:
 
     forward    a block of queries, one head            walks over the keys before it
     dq         the same
@@ -28,12 +29,11 @@ except ImportError:
 
 BLOCK = 64  # tokens
 LONGEST = 512  # beyond, flash kernels are faster
-_LOG2E = 1.4426950408889634
 
 
 def sequence_tiles(lengths: np.ndarray, tokens: int) -> np.ndarray:
-    """[n, 3] first token of every block, and start and end of its sequence; as many as any sequences of so many tokens
-    may need, the spare ones empty."""
+    """[n, 3] first token of every block, and start and end of its sequence; as many as so many sequences of so many
+    tokens may need, the spare ones empty."""
     ends = np.cumsum(lengths)
     blocks = -(-lengths // BLOCK)
     sequence = np.repeat(np.arange(len(lengths)), blocks)

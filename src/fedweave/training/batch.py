@@ -97,9 +97,10 @@ class StepBatch:
 
     def tensors(self) -> list[torch.Tensor]:
         p = self.packed
-        keys = [self.dropout.tokens] if self.dropout else []
+        more = [p.tiles, self.dropout.tokens if self.dropout else None]
         return [p.ids, p.positions, p.sequence, p.boundaries, p.lanes.spans, p.lanes.tiles, self.source,
-                self.target, self.lane, self.weight, self.slot, self.features, *keys]  # fmt: skip
+                self.target, self.lane, self.weight, self.slot, self.features,
+                *(tensor for tensor in more if tensor is not None)]  # fmt: skip
 
     def load(self, other: StepBatch) -> None:
         """Take another batch's values into this one's memory."""

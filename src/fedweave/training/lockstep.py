@@ -18,6 +18,7 @@ import torch
 from fedweave.backbone.load import Backbone
 from fedweave.config import TrainingConfig
 from fedweave.experts.mixture import Mixture
+from fedweave.kernels.segments import spread
 from fedweave.router.mlp import RouterLayout
 from fedweave.training.batch import Lane, StepBatch, build_batch
 from fedweave.training.graphs import GraphedSteps
@@ -235,12 +236,13 @@ class LockstepTrainer:
         if routers is not None and self.router is not None:
             weights = self.router.logits(routers.leaves[0], batch.features).softmax(-1)  # [K, s, M]
             per_sequence = weights.flatten(0, 1).index_select(0, batch.slot)  # [S, M]
-            gates = per_sequence.index_select(0, packed.sequence)[None]  # [1, T, M]
+            gates = spread(per_sequence, packed.sequence, packed.boundaries)[None]  # [1, T, M]
         with self.mixture.active(experts.leaves, gates, packed.lanes, batch.dropout):
             hidden = self.backbone.hidden(packed)  # [T, d]
         answers = hidden.index_select(0, batch.source)
         nll = token_nll(answers, self.backbone.head, batch.target, self.backbone.softcap)
-        return torch.zeros(lanes, device=nll.device).index_add(0, batch.lane, nll * batch.weight)
+        whose = batch.lane[None] == torch.arange(lanes, device=nll.device)[:, None]  # [K, n]
+        return whose.to(nll.dtype) @ (nll * batch.weight)
 
 
 @torch.no_grad()
