@@ -24,7 +24,7 @@ import torch
 import torch.nn.functional as F
 
 from fedweave.kernels import TRITON, to_device
-from fedweave.kernels.attention import LONGEST, sequence_tiles, short_attention
+from fedweave.kernels.attention import LONGEST, WIDEST, sequence_tiles, short_attention
 from fedweave.kernels.lanes import Lanes
 
 ATTENTION = "fedweave_packed"
@@ -182,7 +182,7 @@ def attend(
     """Causal attention within each sequence, [T, heads, D]."""
     window = sliding_window if sliding_window and sliding_window < packed.longest else None
     scale = scaling if scaling is not None else q.shape[-1] ** -0.5
-    if packed.tiles is not None and window is None and q.dtype != torch.float32:
+    if packed.tiles is not None and window is None and q.shape[2] <= WIDEST and q.dtype != torch.float32:
         return short_attention(q, k, v, packed.tiles, scale, softcap)
     if q.is_cuda and softcap is None and q.dtype != torch.float32 and varlen()[0] is not None:
         return _flash(q, k, v, packed, scale, window)

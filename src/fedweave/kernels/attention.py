@@ -28,7 +28,7 @@ except ImportError:
     triton = None
 
 BLOCK = 64  # tokens
-LONGEST = 512  # beyond, flash kernels are faster
+LONGEST, WIDEST = 512, 128  # tokens and head width; beyond, flash kernels are faster
 
 
 def sequence_tiles(lengths: np.ndarray, tokens: int) -> np.ndarray:
@@ -71,7 +71,9 @@ class _ShortAttention(torch.autograd.Function):
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
         lse = torch.empty(q.shape[:2], device=q.device)  # [T, heads] log2 of the softmax's sum
         launch = _Launch(q, k, v, tiles, scale, softcap)
-        _forward_kernel[(len(tiles), q.shape[1])](*launch.inputs, out, lse, *launch.numbers, **launch.options)
+        _forward_kernel[(len(tiles), q.shape[1])](
+            *launch.inputs, out, lse, *launch.numbers, **launch.options, STEP=BLOCK
+        )
         ctx.save_for_backward(q, k, v, out, lse, tiles)
         ctx.scale, ctx.softcap = scale, softcap
         return out
@@ -84,11 +86,11 @@ class _ShortAttention(torch.autograd.Function):
         delta = torch.empty_like(lse)  # [T, heads] Σ do · out
         launch = _Launch(q, k, v, tiles, ctx.scale, ctx.softcap)
         _dq_kernel[(len(tiles), q.shape[1])](
-            *launch.inputs, out, do, lse, delta, dq, *launch.numbers, **launch.options
+            *launch.inputs, out, do, lse, delta, dq, *launch.numbers, **launch.options, STEP=BLOCK
         )
         _dkv_kernel[(len(tiles), k.shape[1])](
-            *launch.inputs, do, lse, delta, dk, dv, *launch.numbers, **launch.options
-        )
+            *launch.inputs, do, lse, delta, dk, dv, *launch.numbers, **launch.options, STEP=BLOCK // 2
+        )  # it holds two sums: larger steps would not fit into its registers
         return dq, dk, dv, None, None, None
 
 
@@ -108,26 +110,35 @@ class _Launch:
         padded = max(16, power_of_two(width))
         self.inputs = (q, k, v, tiles)
         self.numbers = (
-            scale, softcap or 0.0, heads, kv_heads, width,
+            scale, softcap or 0.0, heads, kv_heads,
             q.stride(0), q.stride(1), k.stride(0), k.stride(1), v.stride(0), v.stride(1),
         )  # fmt: skip
-        self.options = {
+        self.options: dict[str, Any] = {
             "GROUP": heads // kv_heads,
             "CAPPED": softcap is not None,
+            "W": width,
             "D": padded,
             "BLOCK": BLOCK,
-            "STEP": BLOCK if padded <= 128 else BLOCK // 2,  # tokens that a block looks at at a time
             "num_warps": 4 if padded <= 64 else 8,
+            "num_stages": 2,  # most blocks look at one or two others: nothing to load ahead
         }
 
 
 if triton is not None:
 
     @triton.jit
-    def _rows(x, t, head, row, head_row, c, live, W):
+    def _inside(live, c, W: tl.constexpr, D: tl.constexpr):
+        """[tokens, D] what exists: rows that are live, and columns where D is more than the head's width."""
+        if W == D:
+            return live[:, None]
+        else:
+            return live[:, None] & (c < W)[None, :]
+
+    @triton.jit
+    def _rows(x, t, head, row, head_row, c, live, W: tl.constexpr, D: tl.constexpr):
         """[tokens, D] of one head."""
         at = x + t.to(tl.int64)[:, None] * row + head * head_row + c[None, :]
-        return tl.load(at, live[:, None] & (c < W)[None, :], 0.0)
+        return tl.load(at, _inside(live, c, W, D), 0.0)
 
     @triton.jit
     def _scores(a, b, scale, softcap, CAPPED: tl.constexpr):
@@ -141,23 +152,24 @@ if triton is not None:
 
     @triton.jit
     def _forward_kernel(
-        q, k, v, tiles, out, lse, scale, softcap, HEADS, KV, W, q_row, q_head, k_row, k_head, v_row, v_head,
-        GROUP: tl.constexpr, CAPPED: tl.constexpr, D: tl.constexpr, BLOCK: tl.constexpr, STEP: tl.constexpr,
+        q, k, v, tiles, out, lse, scale, softcap, HEADS, KV, q_row, q_head, k_row, k_head, v_row, v_head,
+        GROUP: tl.constexpr, CAPPED: tl.constexpr, W: tl.constexpr, D: tl.constexpr,
+        BLOCK: tl.constexpr, STEP: tl.constexpr,
     ):  # fmt: skip
         tile, head = tiles + tl.program_id(0) * 3, tl.program_id(1)
         first, start, end = tl.load(tile), tl.load(tile + 1), tl.load(tile + 2)
         if first < end:
             t, c = first + tl.arange(0, BLOCK), tl.arange(0, D)
             live = t < end
-            mine = _rows(q, t, head, q_row, q_head, c, live, W)
+            mine = _rows(q, t, head, q_row, q_head, c, live, W, D)
             most = tl.full([BLOCK], float("-inf"), tl.float32)
             total = tl.zeros([BLOCK], tl.float32)
             acc = tl.zeros([BLOCK, D], tl.float32)
             for begin in range(start, tl.minimum(first + BLOCK, end), STEP):
                 j = begin + tl.arange(0, STEP)
                 near = j < end
-                keys = _rows(k, j, head // GROUP, k_row, k_head, c, near, W)
-                values = _rows(v, j, head // GROUP, v_row, v_head, c, near, W)
+                keys = _rows(k, j, head // GROUP, k_row, k_head, c, near, W, D)
+                values = _rows(v, j, head // GROUP, v_row, v_head, c, near, W, D)
                 s = _scores(mine, keys, scale, softcap, CAPPED) * 1.4426950408889634
                 s = tl.where((j[None, :] <= t[:, None]) & near[None, :], s, float("-inf"))
                 above = tl.maximum(most, tl.max(s, 1))
@@ -167,7 +179,7 @@ if triton is not None:
                 acc = acc * shrink[:, None] + tl.dot(p.to(values.dtype), values, input_precision="ieee")
                 most = above
             wide = t.to(tl.int64) * HEADS + head
-            inside = live[:, None] & (c < W)[None, :]
+            inside = _inside(live, c, W, D)
             tl.store(out + wide[:, None] * W + c[None, :], (acc / total[:, None]).to(out.dtype.element_ty), inside)
             tl.store(lse + wide, most + tl.log2(total), live)
 
@@ -182,18 +194,19 @@ if triton is not None:
     @triton.jit
     def _dq_kernel(
         q, k, v, tiles, out, do, lse, delta, dq,
-        scale, softcap, HEADS, KV, W, q_row, q_head, k_row, k_head, v_row, v_head,
-        GROUP: tl.constexpr, CAPPED: tl.constexpr, D: tl.constexpr, BLOCK: tl.constexpr, STEP: tl.constexpr,
+        scale, softcap, HEADS, KV, q_row, q_head, k_row, k_head, v_row, v_head,
+        GROUP: tl.constexpr, CAPPED: tl.constexpr, W: tl.constexpr, D: tl.constexpr,
+        BLOCK: tl.constexpr, STEP: tl.constexpr,
     ):  # fmt: skip
         tile, head = tiles + tl.program_id(0) * 3, tl.program_id(1)
         first, start, end = tl.load(tile), tl.load(tile + 1), tl.load(tile + 2)
         if first < end:
             t, c = first + tl.arange(0, BLOCK), tl.arange(0, D)
             live = t < end
-            mine = _rows(q, t, head, q_row, q_head, c, live, W)
-            slope = _rows(do, t, head, HEADS * W, W, c, live, W)
+            mine = _rows(q, t, head, q_row, q_head, c, live, W, D)
+            slope = _rows(do, t, head, HEADS * W, W, c, live, W, D)
             wide = t.to(tl.int64) * HEADS + head
-            answer = _rows(out, t, head, HEADS * W, W, c, live, W)
+            answer = _rows(out, t, head, HEADS * W, W, c, live, W, D)
             across = tl.sum(slope.to(tl.float32) * answer.to(tl.float32), 1)
             tl.store(delta + wide, across, live)
             norm = tl.load(lse + wide, live, 0.0)
@@ -201,38 +214,39 @@ if triton is not None:
             for begin in range(start, tl.minimum(first + BLOCK, end), STEP):
                 j = begin + tl.arange(0, STEP)
                 near = j < end
-                keys = _rows(k, j, head // GROUP, k_row, k_head, c, near, W)
-                values = _rows(v, j, head // GROUP, v_row, v_head, c, near, W)
+                keys = _rows(k, j, head // GROUP, k_row, k_head, c, near, W, D)
+                values = _rows(v, j, head // GROUP, v_row, v_head, c, near, W, D)
                 s = _scores(mine, keys, scale, softcap, CAPPED)
                 seen = (j[None, :] <= t[:, None]) & near[None, :]
                 p = tl.where(seen, tl.exp2(s * 1.4426950408889634 - norm[:, None]), 0.0)
                 dp = tl.dot(slope, tl.trans(values), input_precision="ieee")
                 ds = _slopes(s, p, dp, across[:, None], softcap, CAPPED)
                 acc += tl.dot(ds.to(keys.dtype), keys, input_precision="ieee")
-            inside = live[:, None] & (c < W)[None, :]
+            inside = _inside(live, c, W, D)
             tl.store(dq + wide[:, None] * W + c[None, :], (acc * scale).to(dq.dtype.element_ty), inside)
 
     @triton.jit
     def _dkv_kernel(
         q, k, v, tiles, do, lse, delta, dk, dv,
-        scale, softcap, HEADS, KV, W, q_row, q_head, k_row, k_head, v_row, v_head,
-        GROUP: tl.constexpr, CAPPED: tl.constexpr, D: tl.constexpr, BLOCK: tl.constexpr, STEP: tl.constexpr,
+        scale, softcap, HEADS, KV, q_row, q_head, k_row, k_head, v_row, v_head,
+        GROUP: tl.constexpr, CAPPED: tl.constexpr, W: tl.constexpr, D: tl.constexpr,
+        BLOCK: tl.constexpr, STEP: tl.constexpr,
     ):  # fmt: skip
         tile, kv = tiles + tl.program_id(0) * 3, tl.program_id(1)
         first, end = tl.load(tile), tl.load(tile + 2)
         if first < end:
             j, c = first + tl.arange(0, BLOCK), tl.arange(0, D)
             near = j < end
-            keys = _rows(k, j, kv, k_row, k_head, c, near, W)
-            values = _rows(v, j, kv, v_row, v_head, c, near, W)
+            keys = _rows(k, j, kv, k_row, k_head, c, near, W, D)
+            values = _rows(v, j, kv, v_row, v_head, c, near, W, D)
             to_k = tl.zeros([BLOCK, D], tl.float32)
             to_v = tl.zeros([BLOCK, D], tl.float32)
             for head in range(kv * GROUP, (kv + 1) * GROUP):
                 for begin in range(first, end, STEP):
                     t = begin + tl.arange(0, STEP)
                     live = t < end
-                    theirs = _rows(q, t, head, q_row, q_head, c, live, W)
-                    slope = _rows(do, t, head, HEADS * W, W, c, live, W)
+                    theirs = _rows(q, t, head, q_row, q_head, c, live, W, D)
+                    slope = _rows(do, t, head, HEADS * W, W, c, live, W, D)
                     wide = t.to(tl.int64) * HEADS + head
                     norm, across = tl.load(lse + wide, live, 0.0), tl.load(delta + wide, live, 0.0)
                     s = _scores(keys, theirs, scale, softcap, CAPPED)  # [keys, queries]
@@ -243,6 +257,6 @@ if triton is not None:
                     ds = _slopes(s, p, dp, across[None, :], softcap, CAPPED)
                     to_k += tl.dot(ds.to(theirs.dtype), theirs, input_precision="ieee")
             at = (j.to(tl.int64) * KV + kv)[:, None] * W + c[None, :]
-            inside = near[:, None] & (c < W)[None, :]
+            inside = _inside(near, c, W, D)
             tl.store(dk + at, (to_k * scale).to(dk.dtype.element_ty), inside)
             tl.store(dv + at, to_v.to(dv.dtype.element_ty), inside)
