@@ -49,7 +49,7 @@ def launch_reduce(
         x, w, out, out if u is None else u, gates if gated else out, dgates if gated else out, tokens, tiles,
         layer, threshold, inflate, setting.scale, x.stride(0), w.stride(0), w.shape[2], w.shape[1],
         gates.shape[1] if gates is not None else 1, setting.rank,
-        DROP=drop, BACK=u is not None, GATED=gated, EXPERTS=_rows(w.shape[1] // setting.rank), R=_rows(w.shape[1]),
+        DROP=drop, BACK=u is not None, GATED=gated, R=_rows(w.shape[1]),
         TOKENS=TILE, **BLOCKS["reduce"],
     )  # fmt: skip
 
@@ -112,7 +112,7 @@ if triton is not None:
     @triton.jit(do_not_specialize=["layer", "threshold"])
     def _reduce_kernel(
         x, w, out, u, gates, dgates, keys, tiles, layer, threshold, inflate, scale, x_row, w_lane, N, MR, M, RANK,
-        DROP: tl.constexpr, BACK: tl.constexpr, GATED: tl.constexpr, EXPERTS: tl.constexpr,
+        DROP: tl.constexpr, BACK: tl.constexpr, GATED: tl.constexpr,
         R: tl.constexpr, TOKENS: tl.constexpr, COLUMNS: tl.constexpr,
     ):  # fmt: skip
         tile = tiles + tl.program_id(0) * 3
@@ -138,13 +138,11 @@ if triton is not None:
             if BACK:
                 acc = acc * scale
                 if GATED:
-                    before = tl.load(u + at, inside, 0.0).to(tl.float32)
-                    m = tl.arange(0, EXPERTS)
-                    member = tl.where((r // RANK)[:, None] == m[None, :], 1.0, 0.0)  # [R, EXPERTS]
-                    slope = tl.dot(before * acc, member, input_precision="ieee")  # sums over an expert's r rows
-                    to = dgates + wide_t[:, None] * M + m[None, :]
-                    inner = live[:, None] & (m < M)[None, :]
-                    tl.store(to, tl.load(to, inner, 0.0) + slope, inner)
+                    slope = tl.load(u + at, inside, 0.0).to(tl.float32) * acc
+                    for m in range(0, M):  # sums over each expert's r columns
+                        own = tl.sum(tl.where((r // RANK == m)[None, :], slope, 0.0), 1)
+                        to = dgates + wide_t * M + m
+                        tl.store(to, tl.load(to, live, 0.0) + own, live)
                     acc = acc * tl.load(gates + wide_t[:, None] * M + (r // RANK)[None, :], inside, 0.0)
             tl.store(out + at, acc.to(out.dtype.element_ty), inside)
 
