@@ -1,10 +1,11 @@
-"""The experts' kernels alone: how long each takes, and how near it is to what memory allows.
+"""The kernels of experts and attention alone: how long each takes, and how near it is to what memory allows.
 
     python -m benchmarks.kernels --shapes 135m 3b             # as they are
     python -m benchmarks.kernels --shapes 135m 3b --try       # with other blocks, warps and stages too
 
-One line a product of a training step (20 clients, M = 4 experts of rank 8, dropout and gates as in training). The
-floor is the time to read every input and write every output once at the rate of a large copy.
+One line a call of a training step (20 clients, M = 4 experts of rank 8, dropout and gates as in training); torch's
+attention stands beside ours. The floor is the time to read every input and write every output once at the rate of a
+large copy.
 """
 
 from __future__ import annotations
@@ -13,15 +14,18 @@ import argparse
 import itertools
 import json
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
 from benchmarks.ladder import DROPOUT, EXPERTS, RANK
-from benchmarks.workload import SHAPES, make_clients, schedules
+from benchmarks.workload import SHAPES, Shape, make_clients, schedules
+from fedweave.backbone import packing
 from fedweave.experts.dropout import DropoutKeys
-from fedweave.kernels import triton_products
+from fedweave.kernels import attention, power_of_two, triton_products
 from fedweave.kernels.lanes import Lanes, Setting
 from fedweave.kernels.products import expand, outer, reduce, reduce_back
 
@@ -29,6 +33,9 @@ TRIED: dict[str, dict[str, tuple[int, ...]]] = {
     "reduce": {"COLUMNS": (64, 128), "num_warps": (4, 8), "num_stages": (3, 4)},
     "expand": {"COLUMNS": (64, 128), "num_warps": (2, 4, 8), "num_stages": (1,)},
     "outer": {"TOKENS": (64, 128), "COLUMNS": (32, 64), "num_warps": (4, 8), "num_stages": (3, 4)},
+    "forward": {"STEP": (32, 64), "num_warps": (2, 4, 8), "num_stages": (1, 2, 3)},
+    "dq": {"STEP": (32, 64), "num_warps": (2, 4, 8), "num_stages": (1, 2, 3)},
+    "dkv": {"STEP": (16, 32, 64), "num_warps": (2, 4, 8), "num_stages": (1, 2, 3)},
 }
 
 
@@ -88,6 +95,50 @@ class Step:
         )
 
 
+class Attending:
+    """Attention of one layer within one step's sequences."""
+
+    def __init__(self, size: Shape, rows: list[np.ndarray], device: torch.device):
+        self.packed = packing.pack([rows], device)
+        assert self.packed.tiles is not None
+        self.launch = attention.Launch(self.packed.tiles, size.head_width**-0.5, None)
+
+        def number(heads: int) -> torch.Tensor:
+            return torch.randn(self.packed.tokens, heads, size.head_width, device=device, dtype=torch.bfloat16)
+
+        self.q, self.k, self.v, self.do = (
+            number(heads) for heads in (size.heads, size.kv_heads, size.kv_heads, size.heads)
+        )
+
+    def products(self) -> Iterator[tuple[str, str, Callable[[], Any], int]]:
+        """As ``Step.products``; flash attention under no kernel's name, since nothing of it can be tried."""
+        q, k, v, do = self.q, self.k, self.v, self.do
+        wide, narrow, sums = q.numel() * 2, k.numel() * 2, q.shape[0] * q.shape[1] * 4
+        out, lse = self.launch.forward(q, k, v)
+        _, delta = self.launch.dq(q, k, v, out, lse, do)
+        yield "forward", "attention", lambda: self.launch.forward(q, k, v), 2 * wide + 2 * narrow + sums
+        yield "dq", "attention dq", lambda: self.launch.dq(q, k, v, out, lse, do), 4 * wide + 2 * narrow + 2 * sums
+        yield (
+            "dkv",
+            "attention dk, dv",
+            lambda: self.launch.dkv(q, k, v, lse, delta, do),
+            (2 * wide + 4 * narrow + 2 * sums),
+        )
+        leaves = [x.detach().requires_grad_() for x in (q, k, v)]
+        elsewhere = replace(self.packed, tiles=None)
+
+        def flash() -> torch.Tensor:
+            return packing.attend(leaves[0], leaves[1], leaves[2], elsewhere, None, None)
+
+        answer = flash()
+
+        def flash_back() -> Any:
+            return torch.autograd.grad(answer, leaves, do, retain_graph=True)
+
+        yield "", "flash attention", flash, 2 * wide + 2 * narrow + sums
+        yield "", "flash dq, dk, dv", flash_back, 4 * wide + 4 * narrow
+
+
 def copy_rate(device: torch.device) -> float:
     """Bytes a second that a large copy reads and writes."""
     from triton.testing import do_bench
@@ -97,32 +148,45 @@ def copy_rate(device: torch.device) -> float:
     return 2 * source.numel() / (do_bench(lambda: target.copy_(source), return_mode="median") / 1e3)
 
 
-def measure(shape: str, device: torch.device, rate: float, configs: dict[str, list[dict[str, int]]]) -> list[dict]:
-    from triton.testing import do_bench
-
+def measure(shape: str, device: torch.device, rate: float, others: bool) -> list[dict]:
     size = SHAPES[shape]
     clients = make_clients(size, 20, 80)
     plan = schedules(clients, 1, 8)
-    lengths = [sum(len(c.examples[i].ids) for i in p[0]) for c, p in zip(clients, plan, strict=True)]
+    rows = [[c.examples[i].ids for i in p[0]] for c, p in zip(clients, plan, strict=True)]
+    lengths = [sum(map(len, lane)) for lane in rows]
     found = []
     for width in (size.heads * size.head_width, size.kv_heads * size.head_width):  # q_proj and v_proj
         for kernel, what, call, moved in Step(size.width, width, lengths, device).products():
-            usual = triton_products.BLOCKS[kernel]
-            for config in configs[kernel]:
-                triton_products.BLOCKS[kernel] = config
-                try:
-                    spent = do_bench(call, warmup=5, rep=20, return_mode="median") / 1e3
-                except Exception as error:  # a block that does not fit into this GPU is no candidate
-                    print(f"  {what} {config}: {type(error).__name__}", flush=True)
-                    continue
-                finally:
-                    triton_products.BLOCKS[kernel] = usual
-                row = {"shape": shape, "width": width, "kernel": kernel, "product": what, **config,
-                       "us": 1e6 * spent, "floor_us": 1e6 * moved / rate, "usual": config == usual}  # fmt: skip
-                found.append(row)
-                mark = " (usual)" if row["usual"] else ""
-                print(f"  {shape} → {width:5d} {what:22s} {row['us']:7.1f} µs, floor {row['floor_us']:5.1f}"
-                      f"  {config}{mark}", flush=True)  # fmt: skip
+            blocks = triton_products.BLOCKS
+            found += trials(f"{shape} → {width}", what, call, moved / rate, blocks, kernel, others and kernel)
+    wide = max(64, power_of_two(size.head_width))
+    for kernel, what, call, moved in Attending(size, [r for lane in rows for r in lane], device).products():
+        found += trials(shape, what, call, moved / rate, attention.BLOCKS.get(kernel, {}), wide, others and kernel)
+    return found
+
+
+def trials(
+    shape: str, what: str, call: Callable[[], Any], floor: float, blocks: dict, key: Any, kernel: str | bool
+) -> list[dict]:
+    """A call as it is, and where ``kernel`` says so with other ``blocks[key]``."""
+    from triton.testing import do_bench
+
+    usual, found = blocks.get(key, {}), []
+    axes = TRIED[kernel] if isinstance(kernel, str) and kernel else {}
+    grid = [dict(zip(axes, values, strict=True)) for values in itertools.product(*axes.values())] if axes else []
+    for config in [usual, *(c for c in grid if c != usual)]:
+        try:
+            if usual:
+                blocks[key] = config
+            us = 1e3 * do_bench(call, warmup=5, rep=20, return_mode="median")
+        except Exception as error:  # a block that does not fit into this GPU is no candidate
+            print(f"  {shape} {what} {config}: {type(error).__name__}", flush=True)
+            continue
+        finally:
+            if usual:
+                blocks[key] = usual
+        found.append({"shape": shape, "call": what, **config, "us": us, "floor_us": 1e6 * floor})
+        print(f"  {shape:11s} {what:22s} {us:7.1f} µs, floor {1e6 * floor:5.1f}  {config}", flush=True)
     return found
 
 
@@ -135,16 +199,11 @@ def main() -> None:
     if not torch.cuda.is_available():
         raise SystemExit("these kernels run on a CUDA device only.")
     device = torch.device("cuda")
-    configs = {kernel: [usual] for kernel, usual in triton_products.BLOCKS.items()}
-    if options.others:
-        for kernel, axes in TRIED.items():
-            grid = (dict(zip(axes, values, strict=True)) for values in itertools.product(*axes.values()))
-            configs[kernel] += [config for config in grid if config not in configs[kernel]]
     rate = copy_rate(device)
     print(f"{torch.cuda.get_device_name()}: a copy moves {rate / 1e12:.2f} TB/s")
-    found = [row for shape in options.shapes for row in measure(shape, device, rate, configs)]
+    found = [row for shape in options.shapes for row in measure(shape, device, rate, options.others)]
     if options.output:
-        options.output.write_text(json.dumps({"copy_bytes_per_second": rate, "products": found}, indent=1) + "\n")
+        options.output.write_text(json.dumps({"copy_bytes_per_second": rate, "calls": found}, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -14,6 +14,7 @@ Every number is written once by one block, so two runs are alike to the last bit
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -27,7 +28,16 @@ try:
 except ImportError:
     triton = None
 
-BLOCK = 64  # tokens
+BLOCK = 64  # tokens of a sequence that one block of threads owns
+# Tokens that it looks at in a step, warps, and stages of loads (most look at one or two other blocks: little to
+# load ahead), for heads of up to 64 and up to 128; ``benchmarks/kernels.py`` tries others.
+BLOCKS: dict[str, dict[int, dict[str, int]]] = {
+    kernel: {
+        64: {"STEP": step, "num_warps": 4, "num_stages": 2},
+        128: {"STEP": step, "num_warps": 8, "num_stages": 2},
+    }
+    for kernel, step in (("forward", 64), ("dq", 64), ("dkv", 32))  # dk and dv are two sums: half the registers
+}
 LONGEST, WIDEST = 512, 128  # tokens and head width; beyond, flash kernels are faster
 
 
@@ -68,59 +78,86 @@ class _ShortAttention(torch.autograd.Function):
         softcap: float | None,
     ) -> torch.Tensor:
         q, k, v = (x if x.stride(2) == 1 else x.contiguous() for x in (q, k, v))
-        out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
-        lse = torch.empty(q.shape[:2], device=q.device)  # [T, heads] log2 of the softmax's sum
-        launch = _Launch(q, k, v, tiles, scale, softcap)
-        _forward_kernel[(len(tiles), q.shape[1])](
-            *launch.inputs, out, lse, *launch.numbers, **launch.options, STEP=BLOCK
-        )
-        ctx.save_for_backward(q, k, v, out, lse, tiles)
-        ctx.scale, ctx.softcap = scale, softcap
+        ctx.launch = Launch(tiles, scale, softcap)
+        out, lse = ctx.launch.forward(q, k, v)
+        ctx.save_for_backward(q, k, v, out, lse)
         return out
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        q, k, v, out, lse, tiles = ctx.saved_tensors
+        q, k, v, out, lse = ctx.saved_tensors
         do = grads[0].contiguous()
-        dq, dk, dv = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v))
-        delta = torch.empty_like(lse)  # [T, heads] Σ do · out
-        launch = _Launch(q, k, v, tiles, ctx.scale, ctx.softcap)
-        _dq_kernel[(len(tiles), q.shape[1])](
-            *launch.inputs, out, do, lse, delta, dq, *launch.numbers, **launch.options, STEP=BLOCK
-        )
-        _dkv_kernel[(len(tiles), k.shape[1])](
-            *launch.inputs, do, lse, delta, dk, dv, *launch.numbers, **launch.options, STEP=BLOCK // 2
-        )  # it holds two sums: larger steps would not fit into its registers
+        dq, delta = ctx.launch.dq(q, k, v, out, lse, do)
+        dk, dv = ctx.launch.dkv(q, k, v, lse, delta, do)
         return dq, dk, dv, None, None, None
 
 
-class _Launch:
-    """What all three kernels are called with."""
+@dataclass(frozen=True)
+class Launch:
+    """The three kernels on one batch's sequences."""
 
-    def __init__(
+    tiles: torch.Tensor  # [n, 3]
+    scale: float
+    softcap: float | None
+
+    def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """out [T, heads, D], and log2 of the softmax's sum [T, heads]."""
+        out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+        lse = torch.empty(q.shape[:2], device=q.device)
+        numbers, options = self._arguments("forward", q, k, v)
+        _attend_kernel[(len(self.tiles), q.shape[1])](q, k, v, self.tiles, out, lse, *numbers, **options)
+        return out, lse
+
+    def dq(
         self,
         q: torch.Tensor,
         k: torch.Tensor,
         v: torch.Tensor,
-        tiles: torch.Tensor,
-        scale: float,
-        softcap: float | None,
-    ):
+        out: torch.Tensor,
+        lse: torch.Tensor,
+        do: torch.Tensor,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """dq [T, heads, D], and Σ do · out [T, heads]."""
+        dq, delta = torch.empty(q.shape, dtype=q.dtype, device=q.device), torch.empty_like(lse)
+        numbers, options = self._arguments("dq", q, k, v)
+        _attend_dq_kernel[(len(self.tiles), q.shape[1])](
+            q, k, v, self.tiles, out, do, lse, delta, dq, *numbers, **options
+        )
+        return dq, delta
+
+    def dkv(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        lse: torch.Tensor,
+        delta: torch.Tensor,
+        do: torch.Tensor,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """dk and dv [T, kv_heads, D]."""
+        dk, dv = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (k, v))
+        numbers, options = self._arguments("dkv", q, k, v)
+        _attend_dkv_kernel[(len(self.tiles), k.shape[1])](
+            q, k, v, self.tiles, do, lse, delta, dk, dv, *numbers, **options
+        )
+        return dk, dv
+
+    def _arguments(
+        self, kernel: str, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
+    ) -> tuple[tuple[float | int, ...], dict[str, Any]]:
         heads, kv_heads, width = q.shape[1], k.shape[1], q.shape[2]
         padded = max(16, power_of_two(width))
-        self.inputs = (q, k, v, tiles)
-        self.numbers = (
-            scale, softcap or 0.0, heads, kv_heads,
+        numbers = (
+            self.scale, self.softcap or 0.0, heads, kv_heads,
             q.stride(0), q.stride(1), k.stride(0), k.stride(1), v.stride(0), v.stride(1),
         )  # fmt: skip
-        self.options: dict[str, Any] = {
+        return numbers, {
             "GROUP": heads // kv_heads,
-            "CAPPED": softcap is not None,
+            "CAPPED": self.softcap is not None,
             "W": width,
             "D": padded,
             "BLOCK": BLOCK,
-            "num_warps": 4 if padded <= 64 else 8,
-            "num_stages": 2,  # most blocks look at one or two others: nothing to load ahead
+            **BLOCKS[kernel][max(64, padded)],
         }
 
 
@@ -151,7 +188,7 @@ if triton is not None:
         return s
 
     @triton.jit
-    def _forward_kernel(
+    def _attend_kernel(
         q, k, v, tiles, out, lse, scale, softcap, HEADS, KV, q_row, q_head, k_row, k_head, v_row, v_head,
         GROUP: tl.constexpr, CAPPED: tl.constexpr, W: tl.constexpr, D: tl.constexpr,
         BLOCK: tl.constexpr, STEP: tl.constexpr,
@@ -192,7 +229,7 @@ if triton is not None:
         return ds
 
     @triton.jit
-    def _dq_kernel(
+    def _attend_dq_kernel(
         q, k, v, tiles, out, do, lse, delta, dq,
         scale, softcap, HEADS, KV, q_row, q_head, k_row, k_head, v_row, v_head,
         GROUP: tl.constexpr, CAPPED: tl.constexpr, W: tl.constexpr, D: tl.constexpr,
@@ -226,7 +263,7 @@ if triton is not None:
             tl.store(dq + wide[:, None] * W + c[None, :], (acc * scale).to(dq.dtype.element_ty), inside)
 
     @triton.jit
-    def _dkv_kernel(
+    def _attend_dkv_kernel(
         q, k, v, tiles, do, lse, delta, dk, dv,
         scale, softcap, HEADS, KV, q_row, q_head, k_row, k_head, v_row, v_head,
         GROUP: tl.constexpr, CAPPED: tl.constexpr, W: tl.constexpr, D: tl.constexpr,

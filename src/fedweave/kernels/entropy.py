@@ -21,7 +21,7 @@ def entropy_and_slope(
     """Losses [n] in float32 of logits [n, V] (before the soft-cap), and d loss / d logits if asked for."""
     if fused(logits):
         nll = torch.empty(len(logits), device=logits.device)
-        _kernel[(len(logits),)](
+        _entropy_kernel[(len(logits),)](
             logits, targets, nll, logits.shape[1], softcap or 0.0,
             CAP=softcap is not None, SLOPE=slope, BLOCK=_BLOCK, num_warps=8,
         )  # fmt: skip
@@ -54,7 +54,7 @@ if triton is not None:
         return z
 
     @triton.jit
-    def _kernel(logits, targets, nll, V, cap, CAP: tl.constexpr, SLOPE: tl.constexpr, BLOCK: tl.constexpr):
+    def _entropy_kernel(logits, targets, nll, V, cap, CAP: tl.constexpr, SLOPE: tl.constexpr, BLOCK: tl.constexpr):
         row = logits + tl.program_id(0).to(tl.int64) * V
         target = tl.load(targets + tl.program_id(0))
         peak = tl.full([BLOCK], float("-inf"), tl.float32)

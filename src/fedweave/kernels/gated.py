@@ -27,7 +27,7 @@ class _GatedUnit(torch.autograd.Function):
             return F.silu(both[:, :width]) * both[:, width:]
         out = both.new_empty(both.shape[0], width)
         grid = (both.shape[0], -(-width // _BLOCK))
-        _forward_kernel[grid](both, out, width, BLOCK=_BLOCK)
+        _gated_kernel[grid](both, out, width, BLOCK=_BLOCK)
         return out
 
     @staticmethod
@@ -36,7 +36,7 @@ class _GatedUnit(torch.autograd.Function):
         dm, width = grads[0].contiguous(), both.shape[1] // 2
         if fused(both):
             d = torch.empty_like(both)
-            _backward_kernel[(both.shape[0], -(-width // _BLOCK))](both, dm, d, width, BLOCK=_BLOCK)
+            _gated_back_kernel[(both.shape[0], -(-width // _BLOCK))](both, dm, d, width, BLOCK=_BLOCK)
             return d
         gate, up = both[:, :width], both[:, width:]
         squashed = gate.sigmoid()
@@ -52,7 +52,7 @@ def gated_unit(both: torch.Tensor) -> torch.Tensor:
 if triton is not None:
 
     @triton.jit
-    def _forward_kernel(both, out, WIDTH, BLOCK: tl.constexpr):
+    def _gated_kernel(both, out, WIDTH, BLOCK: tl.constexpr):
         row = tl.program_id(0).to(tl.int64)
         c = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
         live = c < WIDTH
@@ -61,7 +61,7 @@ if triton is not None:
         tl.store(out + row * WIDTH + c, (gate * tl.sigmoid(gate)).to(up.dtype) * up, live)
 
     @triton.jit
-    def _backward_kernel(both, dm, d, WIDTH, BLOCK: tl.constexpr):
+    def _gated_back_kernel(both, dm, d, WIDTH, BLOCK: tl.constexpr):
         row = tl.program_id(0).to(tl.int64)
         c = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
         live = c < WIDTH

@@ -95,7 +95,7 @@ def _forward(
     h, inverse = torch.empty_like(x), torch.empty(x.shape[0], device=x.device)
     grid, options = _grid(x)
     other = x if delta is None else delta
-    _forward_kernel[grid](x, other, weight, s, h, inverse, *x.shape, eps, DELTA=delta is not None, **options)
+    _norm_kernel[grid](x, other, weight, s, h, inverse, *x.shape, eps, DELTA=delta is not None, **options)
     return s, h, inverse
 
 
@@ -105,14 +105,14 @@ def _backward(
     dx = torch.empty_like(s)
     grid, options = _grid(s)
     residual = dh if ds is None else ds.contiguous()
-    _backward_kernel[grid](s, weight, inverse, residual, dh, dx, *s.shape, RESIDUAL=ds is not None, **options)
+    _norm_back_kernel[grid](s, weight, inverse, residual, dh, dx, *s.shape, RESIDUAL=ds is not None, **options)
     return dx
 
 
 if triton is not None:
 
     @triton.jit
-    def _forward_kernel(
+    def _norm_kernel(
         x, delta, weight, s, h, inverse, T, D, eps, DELTA: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr
     ):
         t = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
@@ -131,7 +131,7 @@ if triton is not None:
         tl.store(h + at, w[None, :] * unit, live)
 
     @triton.jit
-    def _backward_kernel(
+    def _norm_back_kernel(
         s, weight, inverse, ds, dh, dx, T, D, RESIDUAL: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr
     ):
         t = tl.program_id(0) * ROWS + tl.arange(0, ROWS)

@@ -71,13 +71,15 @@ def _launch(
     heads, kv_heads = q.shape[1], k.shape[1]
     grid = (-(-tokens // _TOKENS), heads + 2 * kv_heads)
     half = power_of_two(width // 2)
-    _kernel[grid](qkv, q, k, v, cos, sin, tokens, heads, kv_heads, width, BACK=back, TOKENS=_TOKENS, HALF=half)
+    _rotary_kernel[grid](
+        qkv, q, k, v, cos, sin, tokens, heads, kv_heads, width, BACK=back, TOKENS=_TOKENS, HALF=half
+    )
 
 
 if triton is not None:
 
     @triton.jit
-    def _kernel(
+    def _rotary_kernel(
         qkv, q, k, v, cos, sin, T, HEADS, KV, D, BACK: tl.constexpr, TOKENS: tl.constexpr, HALF: tl.constexpr
     ):
         t = (tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)).to(tl.int64)

@@ -51,7 +51,7 @@ def _launch(
     scale: float,
 ) -> None:
     tokens, width = y.shape
-    _kernel[(-(-tokens // _TOKENS), -(-width // _COLUMNS))](
+    _rows_kernel[(-(-tokens // _TOKENS), -(-width // _COLUMNS))](
         y, x.contiguous(), a, b, a if wide is None else wide, scale,
         tokens, x.shape[1], len(a), width, y.stride(0),
         GATED=wide is not None, R=max(16, power_of_two(len(a))), TOKENS=_TOKENS, COLUMNS=_COLUMNS,
@@ -62,7 +62,7 @@ def _launch(
 if triton is not None:
 
     @triton.jit
-    def _kernel(
+    def _rows_kernel(
         y, x, a, b, wide, scale, T, N, MR, WIDTH, y_row,
         GATED: tl.constexpr, R: tl.constexpr, TOKENS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr,
     ):  # fmt: skip

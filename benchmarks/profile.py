@@ -1,0 +1,108 @@
+"""Where the time of a training step goes on a GPU, kernel by kernel.
+
+    python -m benchmarks.profile --shapes 135m 3b
+
+Steps as the trainer runs them, recorded where that pays. Kernels that overlap count for themselves, so the sum may
+be a little more than the time that a step takes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections import defaultdict
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from benchmarks.clock import seconds
+from benchmarks.ladder import DROPOUT, EXPERTS, RANK
+from benchmarks.workload import SHAPES, TARGETS, backbone_of, make_clients, random_model, real_tokens, schedules
+from fedweave.backbone import packing
+from fedweave.config import TrainingConfig
+from fedweave.experts.layout import AdapterLayout
+from fedweave.experts.mixture import Mixture
+from fedweave.router.mlp import RouterLayout
+from fedweave.training.batch import Lane
+from fedweave.training.lockstep import LockstepTrainer
+
+KINDS = {  # the first that a kernel's name contains
+    "attention": ("_attend", "flash", "fmha"),
+    "experts": ("_reduce_kernel", "_expand_kernel", "_outer_kernel"),
+    "norms": ("_norm",),
+    "gated unit": ("_gated",),
+    "rotary positions": ("_rotary",),
+    "cross-entropy": ("_entropy",),
+    "products with frozen weights": ("nvjet", "gemm", "cutlass", "cublas"),
+    "optimiser": ("FusedAdam", "multi_tensor"),
+}
+STEPS = 10
+
+
+def kind_of(kernel: str) -> str:
+    return next((kind for kind, names in KINDS.items() if any(name in kernel for name in names)), "the rest")
+
+
+def profile(shape: str, device: torch.device) -> dict[str, Any]:
+    """Milliseconds of a step by kind of kernel, and the time that it takes when nobody looks."""
+    clients = make_clients(SHAPES[shape], 20, 80)
+    plan = schedules(clients, STEPS, 8)
+    backbone = backbone_of(random_model(SHAPES[shape], device, torch.bfloat16), True)
+    layers = backbone.linear_layers(TARGETS)
+    layout, router = AdapterLayout.of(layers, RANK, EXPERTS), RouterLayout(backbone.width, 512, EXPERTS)
+    mixture = Mixture(layers, layout, 16)
+    trainer = LockstepTrainer(backbone, mixture, router, TrainingConfig(lr=1e-4), DROPOUT, 5e-5)
+    theta, phi = layout.initial(0).to(device), router.initial(0).to(device)
+    lanes = [Lane(c, p, theta, phi, (k,)) for k, (c, p) in enumerate(zip(clients, plan, strict=True))]
+
+    def round_() -> None:
+        list(trainer.train(lanes, len(lanes)))
+
+    spent = seconds(round_, device)
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as watched:
+        round_()
+        torch.cuda.synchronize()
+    kinds: dict[str, float] = defaultdict(float)
+    kernels = []
+    for event in watched.key_averages():
+        ms = event.self_device_time_total / 1e3 / STEPS
+        kinds[kind_of(event.key)] += ms
+        kernels.append(
+            {"name": event.key[:100], "kind": kind_of(event.key), "ms": ms, "calls": event.count // STEPS}
+        )
+    mixture.detach()
+    trainer.release()
+    return {
+        "step_ms": 1e3 * spent / STEPS,
+        "tokens": real_tokens(clients, plan) / STEPS,
+        "kinds_ms": dict(sorted(kinds.items(), key=lambda item: -item[1])),
+        "kernels": sorted(kernels, key=lambda kernel: -kernel["ms"])[:30],
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--shapes", nargs="+", choices=list(SHAPES), default=["135m"])
+    parser.add_argument(
+        "--flash", action="store_true", help="torch's attention instead of ours for short sequences"
+    )
+    parser.add_argument("--output", type=Path, help="a JSON file")
+    options = parser.parse_args()
+    if not torch.cuda.is_available():
+        raise SystemExit("kernels are profiled on a CUDA device only.")
+    if options.flash:
+        packing.LONGEST = 0
+    result = {}
+    for shape in options.shapes:
+        found = result[shape] = profile(shape, torch.device("cuda"))
+        total = sum(found["kinds_ms"].values())
+        print(f"{shape}: {found['step_ms']:.1f} ms a step of {found['tokens']:,.0f} tokens, kernels {total:.1f} ms")
+        for kind, ms in found["kinds_ms"].items():
+            print(f"  {kind:30s} {ms:7.2f} ms {100 * ms / total:5.1f} %", flush=True)
+    if options.output:
+        options.output.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
