@@ -62,37 +62,17 @@ class Step:
         size = {
             name: t.numel() * t.element_size() for name, t in (("x", x), ("y", y), ("u", u), ("a", a), ("b", b))
         }
-        yield "reduce", "u = dropout(x) Aᵀ", lambda: reduce(x, a, s, 0), size["x"] + size["a"] + size["u"]
-        yield (
-            "expand",
-            "y += (g ⊙ u) B",
-            lambda: expand(y, u, b, s, self.gates, 2.0),
-            (2 * size["y"] + size["b"] + size["u"]),
-        )
-        yield (
-            "reduce",
-            "du = g ⊙ dy Bᵀ",
-            lambda: reduce_back(y, b, u, s, self.gates, self.dgates),
-            (size["y"] + size["b"] + 2 * size["u"]),
-        )
-        yield (
-            "outer",
-            "dA = duᵀ dropout(x)",
-            lambda: outer(u, x, a, s, None, 0, 1.0),
-            size["x"] + size["a"] + size["u"],
-        )
-        yield (
-            "outer",
-            "dB = (g ⊙ u)ᵀ dy",
-            lambda: outer(u, y, b, s, self.gates, None, 2.0),
-            (size["y"] + size["b"] + size["u"]),
-        )
-        yield (
-            "expand",
-            "dx = dropout(du A)",
-            lambda: expand(self.dx, u, a, s, None, 1.0, 0, False),
-            (size["x"] + size["a"] + size["u"]),
-        )
+        gates, gu = self.gates, u.clone()
+        x_u, y_u = size["x"] + size["a"] + size["u"], size["y"] + size["b"] + size["u"]
+
+        def factors() -> Any:
+            return outer(u, x, gu, y, (a, b), (None, None), s, 0)
+
+        yield "reduce", "u = dropout(x) Aᵀ", lambda: reduce(x, a, s, 0, gates), x_u + size["u"]
+        yield "expand", "y += g ⊙ u B", lambda: expand(y, gu, b, s, 2.0), y_u + size["y"]
+        yield "reduce", "du = g ⊙ dy Bᵀ", lambda: reduce_back(y, b, u, s, gates, self.dgates), y_u + size["u"]
+        yield "outer", "duᵀ dropout(x), guᵀ dy", factors, x_u + y_u
+        yield "expand", "dx += dropout(du A)", lambda: expand(self.dx, u, a, s, 1.0, 0), x_u + size["x"]
 
 
 class Attending:

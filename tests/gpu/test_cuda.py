@@ -1,6 +1,7 @@
 """What only a CUDA device runs: flash attention, grouped products, recorded training and decoding steps."""
 
 from collections import deque
+from dataclasses import replace
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ from fedweave.inference import generate as generate_module
 from fedweave.inference.rows import Row, RunningBatch
 from fedweave.inference.sampling import Sampling
 from fedweave.router.mlp import RouterLayout
+from fedweave.training import batch
 from tests.helpers import TARGETS, client_data, make_lanes, make_trainer, random_theta
 
 pytestmark = [
@@ -59,6 +61,28 @@ def test_recorded_steps_equal_eager_ones_over_changing_batches(on_gpu, dropout):
         assert replayed.losses == pytest.approx(eager.losses, rel=2e-2)
         assert relative(replayed.delta_theta, eager.delta_theta) < 0.1  # Adam's first steps follow signs
         assert replayed.tokens == eager.tokens
+
+
+def test_steps_of_several_recorded_sizes_equal_eager_ones(on_gpu, monkeypatch):
+    """Small steps use small recordings; a later round that needs more room is recorded anew."""
+    monkeypatch.setattr(batch, "GRAIN", 16)
+    layout = AdapterLayout.of(on_gpu.linear_layers(TARGETS), 8, 3)
+    router = RouterLayout(on_gpu.width, 16, 3)
+    lanes = make_lanes(on_gpu, layout, router, clients=3, steps=6)
+    for lane in lanes:  # steps of one, two, … examples, and the largest only in the second round
+        lane.schedule = [indices[: 1 + step % len(indices)] for step, indices in enumerate(lane.schedule)]
+    small = [replace(lane, schedule=lane.schedule[:2]) for lane in lanes]
+    results = []
+    for graphs in (True, False):
+        trainer, mixture = make_trainer(on_gpu, layout, router, 0.0, cuda_graphs=graphs)
+        results.append([*trainer.train(small, 3), *trainer.train(lanes, 3), *trainer.train(small, 3)])
+        if graphs:
+            (group,) = trainer._groups.values()
+            sizes = {capacity.tokens for capacity in group.graphs._recordings}
+            assert len(sizes) == 3 and len(group.graphs._seen) == 8
+        mixture.detach()
+    for replayed, eager in zip(*results, strict=True):
+        assert replayed.losses == pytest.approx(eager.losses, rel=2e-2)
 
 
 @pytest.mark.parametrize("graphs", [True, False])

@@ -148,6 +148,36 @@ def test_add_experts(version, experts, rate):
         torch.testing.assert_close(a[rows_of_lanes], b[rows_of_lanes], atol=1e-3, rtol=1e-3)
 
 
+@pytest.mark.filterwarnings("ignore:grad and param")
+def test_experts_join_the_gradients_that_are_there(version):
+    """With the frozen weight the way back is one sum; a factor that has a gradient already gets its own added."""
+    lengths, tokens, n, rank = [70, 60], 130, 40, 4
+    setting, targets = Setting(Lanes.of(lengths, tokens, DEVICE), None, 2.0, rank), [Target(0, 8, 24)]
+    x, weight = leaf(tokens, n), leaf(32, n, seed=1).detach()
+    gates = leaf(tokens, 2, seed=2)
+    direction = leaf(tokens, 32, seed=3).detach()
+
+    def gradients(joined: bool) -> list[torch.Tensor]:
+        whole = leaf(2, 8 * (n + 24), seed=4).detach()  # both lanes' factors end to end, as in training
+        factors = [
+            whole[:, : 8 * n].view(2, 8, n).requires_grad_(),
+            whole[:, 8 * n :].view(2, 8, 24).requires_grad_(),
+        ]
+        buffer = torch.ones_like(whole)
+        if joined:
+            factors[0].grad, factors[1].grad = buffer[:, : 8 * n].view(2, 8, n), buffer[:, 8 * n :].view(2, 8, 24)
+        with torch.no_grad() if joined else nullcontext():
+            y = x @ weight.T
+        out = add_experts(y, x, gates, targets, factors, setting, weight if joined else None)
+        x.grad = gates.grad = None
+        (out * direction).sum().backward()
+        places = [f.grad if joined else f.grad + 1 for f in factors]
+        return [x.grad, gates.grad, *places]
+
+    for mine, theirs in zip(gradients(joined=True), gradients(joined=False), strict=True):
+        torch.testing.assert_close(mine, theirs, atol=1e-3, rtol=1e-3)
+
+
 @pytest.mark.parametrize("gated", [True, False])
 @pytest.mark.parametrize(("tokens", "n", "width"), [(1, 40, 24), (19, 600, 100)])
 def test_experts_on_a_few_rows(version, tokens, n, width, gated):

@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from fedweave.experts.layout import AdapterLayout
 from fedweave.router.mlp import RouterLayout
 from fedweave.training.batch import Capacity, build_batch
+from fedweave.training.graphs import levels
 from fedweave.training.lockstep import LaneGroup, clip_lanes
 from fedweave.training.memory import lanes_that_fit
 from tests.helpers import TARGETS, make_lanes, make_trainer
@@ -159,7 +160,7 @@ def test_a_batch_of_fixed_shape_gives_the_same_step(backbone):
     layout, router = setup(backbone)
     lanes = make_lanes(backbone, layout, router, clients=3)
     trainer, mixture = make_trainer(backbone, layout, router, dropout=0.1)
-    roomy = Capacity.of(lanes).joined(Capacity(tokens=1024, answers=512, sequences=6, longest=64))
+    roomy = Capacity.of_steps(lanes)[0].joined(Capacity(tokens=1024, answers=512, sequences=6, longest=64))
     group = LaneGroup(trainer, 3, masked=False)
     results = []
     for capacity in (None, roomy):
@@ -172,6 +173,15 @@ def test_a_batch_of_fixed_shape_gives_the_same_step(backbone):
         difference = (plain - filled).abs()
         # Adam divides by the gradient's size: where that is rounding alone, so is the step
         assert difference.max() <= 1e-3 and (difference > 1e-5).float().mean() <= 1e-3
+
+
+def test_a_few_recorded_sizes_hold_all_steps_the_largest_first():
+    needs = [Capacity(512 * k, 512 * (9 - k), 8, 128) for k in range(1, 9)]
+    found = levels(needs)
+    assert [capacity.tokens for capacity in found] == [512 * 8, 512 * 6, 512 * 3]
+    assert found[0].holds(found[1]) and all(found[0].holds(need) for need in needs)
+    assert sum(found[2].holds(need) for need in needs) == 3
+    assert levels(needs[:1]) == needs[:1]
 
 
 def test_running_out_of_memory_halves_the_group_says_so_and_remembers(backbone, monkeypatch):

@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 
 from fedweave.backbone.packing import Packed, attend
-from fedweave.experts.mixture import with_experts
+from fedweave.experts.mixture import carries_experts, with_experts
 from fedweave.kernels.gated import gated_unit
 from fedweave.kernels.norm import add_norm, computed_again
 from fedweave.kernels.rotary import rotate
@@ -108,4 +108,8 @@ class _Joined:
             self.bias = torch.cat([layer.bias.data for layer in layers])
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        return with_experts(F.linear(x, self.weight, self.bias), x, self.layers)
+        if not carries_experts(self.layers):
+            return F.linear(x, self.weight, self.bias)
+        with torch.no_grad():
+            y = F.linear(x, self.weight, self.bias)
+        return with_experts(y, x, self.layers, self.weight)

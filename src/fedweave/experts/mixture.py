@@ -104,8 +104,17 @@ class Slot:
     index: int
 
 
-def with_experts(y: torch.Tensor, x: torch.Tensor, layers: Sequence[torch.nn.Linear]) -> torch.Tensor:
-    """y = the outputs of ``layers`` on x, side by side; returns y with the experts of those that carry any."""
+def carries_experts(layers: Sequence[torch.nn.Linear]) -> bool:
+    """Whether any of these layers has experts that are in force."""
+    slots = (getattr(layer, "experts", None) for layer in layers)
+    return any(slot is not None and slot.mixture.state is not None for slot in slots)
+
+
+def with_experts(
+    y: torch.Tensor, x: torch.Tensor, layers: Sequence[torch.nn.Linear], weight: torch.Tensor | None = None
+) -> torch.Tensor:
+    """y = the outputs of ``layers`` on x, side by side; returns y with the experts of those that carry any. With
+    ``weight``, the layers' own, y was computed without gradient (``kernels/experts.py`` says why)."""
     targets: list[Target] = []
     start, mixture = 0, None
     for layer in layers:
@@ -125,7 +134,7 @@ def with_experts(y: torch.Tensor, x: torch.Tensor, layers: Sequence[torch.nn.Lin
             add_to_rows(out.narrow(1, target.start, target.width), rows, a[0], b[0], wide, scale)
         return y
     setting = Setting(state.lanes or one_lane(len(rows), x.device), state.dropout, scale, rank)
-    return add_experts(y, rows, state.row_gates(x.shape[:-1]), targets, factors, setting)
+    return add_experts(y, rows, state.row_gates(x.shape[:-1]), targets, factors, setting, weight)
 
 
 def _hook(layer: Any, args: tuple, output: torch.Tensor) -> torch.Tensor:

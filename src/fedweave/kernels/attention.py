@@ -29,14 +29,15 @@ except ImportError:
     triton = None
 
 BLOCK = 64  # tokens of a sequence that one block of threads owns
-# Tokens that it looks at in a step, warps, and stages of loads (most look at one or two other blocks: little to
-# load ahead), for heads of up to 64 and up to 128; ``benchmarks/kernels.py`` tries others.
+# Tokens that it looks at in a step, warps, and stages of loads, for heads of up to 64 and up to 128: the fastest of
+# what ``python -m benchmarks.kernels --try`` tried on an H200.
 BLOCKS: dict[str, dict[int, dict[str, int]]] = {
-    kernel: {
-        64: {"STEP": step, "num_warps": 4, "num_stages": 2},
-        128: {"STEP": step, "num_warps": 8, "num_stages": 2},
-    }
-    for kernel, step in (("forward", 64), ("dq", 64), ("dkv", 32))  # dk and dv are two sums: half the registers
+    "forward": {
+        64: {"STEP": 32, "num_warps": 4, "num_stages": 3},
+        128: {"STEP": 32, "num_warps": 4, "num_stages": 3},
+    },
+    "dq": {64: {"STEP": 32, "num_warps": 4, "num_stages": 3}, 128: {"STEP": 32, "num_warps": 4, "num_stages": 2}},
+    "dkv": {64: {"STEP": 32, "num_warps": 4, "num_stages": 1}, 128: {"STEP": 16, "num_warps": 4, "num_stages": 3}},
 }
 LONGEST, WIDEST = 512, 128  # tokens and head width; beyond, flash kernels are faster
 

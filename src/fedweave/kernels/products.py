@@ -5,21 +5,27 @@ Row t of a packed batch is multiplied by its own lane's matrix; ``kernels/expert
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 
 from fedweave.experts.dropout import DropoutKeys, keep_mask
 from fedweave.kernels import fused
 from fedweave.kernels.lanes import Lanes, Setting
-from fedweave.kernels.triton_products import launch_expand, launch_outer, launch_reduce
+from fedweave.kernels.triton_products import launch_expand, launch_outer, launch_reduce, launch_reduce_back
 
 
-def reduce(x: torch.Tensor, a: torch.Tensor, setting: Setting, index: int) -> torch.Tensor:
-    """u = dropout(x) Aᵀ, [T, M·r]."""
+def reduce(
+    x: torch.Tensor, a: torch.Tensor, setting: Setting, index: int, gates: torch.Tensor | None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """u = dropout(x) Aᵀ and g ⊙ u, both [T, M·r]."""
     if fused(x):
         u = x.new_empty(len(x), a.shape[1])
-        launch_reduce(x, a, u, setting, index)
-        return u
-    return _by_lane(_dropped(x, setting.dropout, index), a.transpose(1, 2), setting.lanes)
+        gu = u if gates is None else torch.empty_like(u)
+        launch_reduce(x, a, u, setting, index, gates, gu)
+        return u, gu
+    u = _by_lane(_dropped(x, setting.dropout, index), a.transpose(1, 2), setting.lanes)
+    return u, _gated(u, gates, setting.rank)
 
 
 def reduce_back(
@@ -33,7 +39,7 @@ def reduce_back(
     """du = g ⊙ (scale · dy Bᵀ); adds the gates' gradient to ``dgates``."""
     if fused(dy):
         du = torch.empty_like(u)
-        launch_reduce(dy, b, du, setting, None, u, gates, dgates)
+        launch_reduce_back(dy, b, du, setting, u, gates, dgates)
         return du
     du = _by_lane(dy, b.transpose(1, 2), setting.lanes) * setting.scale
     if gates is None or dgates is None:
@@ -48,40 +54,47 @@ def expand(
     u: torch.Tensor,
     w: torch.Tensor,  # [K, M·r, m]
     setting: Setting,
-    gates: torch.Tensor | None,
     scale: float,
     drop: int | None = None,
     add: bool = True,
 ) -> None:
-    """y (+)= dropout(scale · (g ⊙ u) W)."""
+    """y (+)= dropout(scale · u W)."""
     if fused(y):
-        launch_expand(y, u, w, setting, gates, scale, drop, add)
+        launch_expand(y, u, w, setting, scale, drop, add)
         return
-    delta = _by_lane(_gated(u, gates, setting.rank), w, setting.lanes) * scale
+    delta = _by_lane(u, w, setting.lanes) * scale
     delta = _dropped(delta, setting.dropout if drop is not None else None, drop or 0)
     y.add_(delta) if add else y.copy_(delta)
 
 
 def outer(
-    u: torch.Tensor,
+    du: torch.Tensor,
     x: torch.Tensor,
-    like: torch.Tensor,  # [K, M·r, n]
+    gu: torch.Tensor,
+    dy: torch.Tensor,
+    factors: Sequence[torch.Tensor],  # A [K, M·r, n] and B [K, M·r, m]
+    places: Sequence[torch.Tensor | None],
     setting: Setting,
-    gates: torch.Tensor | None,
-    drop: int | None,
-    scale: float,
-) -> torch.Tensor:
-    """scale · Σ over a lane's tokens of (g ⊙ u)ᵀ dropout(x), [K, M·r, n]."""
+    index: int,
+) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+    """Sums over every lane's tokens, duᵀ dropout(x) and scale · guᵀ dy; ``places``, where given, are added to
+    instead: autograd would copy each of many small gradients to its place with a kernel of its own."""
     if fused(x):
-        out = torch.empty(like.shape, dtype=like.dtype, device=like.device)
-        launch_outer(u, x, out, setting, gates, drop, scale)
-        return out
-    u = _gated(u, gates, setting.rank)
-    x = _dropped(x, setting.dropout if drop is not None else None, drop or 0)
-    lengths = setting.lanes.lengths
-    used = sum(lengths)
-    parts = zip(u[:used].split(lengths), x[:used].split(lengths), strict=True)
-    return torch.stack([left.T @ right for left, right in parts]) * scale
+        da, db = places
+        if da is not None and db is not None:
+            launch_outer(du, x, da, gu, dy, db, setting, index, add=True)
+            return None, None
+        da, db = (torch.empty(f.shape, dtype=f.dtype, device=f.device) for f in factors)
+        launch_outer(du, x, da, gu, dy, db, setting, index, add=False)
+        return da, db
+    dropped = _dropped(x, setting.dropout, index)
+    return _outer(du, dropped, setting.lanes), _outer(gu, dy, setting.lanes) * setting.scale
+
+
+def _outer(left: torch.Tensor, right: torch.Tensor, lanes: Lanes) -> torch.Tensor:
+    used = sum(lanes.lengths)
+    parts = zip(left[:used].split(lanes.lengths), right[:used].split(lanes.lengths), strict=True)
+    return torch.stack([one.T @ other for one, other in parts])
 
 
 def _by_lane(x: torch.Tensor, w: torch.Tensor, lanes: Lanes) -> torch.Tensor:

@@ -6,8 +6,9 @@ captured CUDA graph can be fed again and again: spare tokens form sequences of t
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 
 import numpy as np
 import torch
@@ -16,6 +17,8 @@ from fedweave.backbone.packing import Packed
 from fedweave.backbone.prompts import Encoded
 from fedweave.experts.dropout import DropoutKeys, stream_key
 from fedweave.kernels import to_device
+
+GRAIN = 512  # tokens: fixed shapes are multiples of it
 
 
 @dataclass
@@ -52,7 +55,7 @@ class Lane:
 
 @dataclass(frozen=True)
 class Capacity:
-    """Fixed shapes that hold every step of a schedule."""
+    """Fixed shapes that hold a step."""
 
     tokens: int
     answers: int
@@ -60,22 +63,28 @@ class Capacity:
     longest: int
 
     @classmethod
-    def of(cls, lanes: Sequence[Lane]) -> Capacity:
-        """The largest step of these lanes, rounded up so that the next round fits too."""
-        tokens, answers, sequences = 0, 0, 0
+    def of_steps(cls, lanes: Sequence[Lane]) -> list[Capacity]:
+        """What every step of these lanes needs, rounded up so that others like it fit too."""
+        longest = _round_up(max(len(e.ids) for lane in lanes for e in lane.data.examples), 64)
+        found = []
         for step in range(max(len(lane.schedule) for lane in lanes)):
             rows = [lane.examples(step) for lane in lanes]
-            tokens = max(tokens, sum(len(e.ids) for lane in rows for e in lane))
-            answers = max(answers, sum(len(e.ids) - e.answer_start for lane in rows for e in lane))
-            sequences = max(sequences, max(len(lane) for lane in rows))
-        longest = max(len(e.ids) for lane in lanes for e in lane.data.examples)
-        return cls(_round_up(tokens, 1024), _round_up(answers, 512), sequences, _round_up(longest, 64))
+            tokens = sum(len(e.ids) for lane in rows for e in lane)
+            answers = sum(len(e.ids) - e.answer_start for lane in rows for e in lane)
+            sequences = max(len(lane) for lane in rows)
+            found.append(cls(_round_up(tokens, GRAIN), _round_up(answers, GRAIN), sequences, longest))
+        return found
 
     def holds(self, other: Capacity) -> bool:
         return all(getattr(self, f.name) >= getattr(other, f.name) for f in fields(self))
 
     def joined(self, other: Capacity) -> Capacity:
         return Capacity(*(max(getattr(self, f.name), getattr(other, f.name)) for f in fields(self)))
+
+    def roomier(self, factor: float) -> Capacity:
+        """With that many more tokens and answers."""
+        tokens, answers = (_round_up(math.ceil(n * factor), GRAIN) for n in (self.tokens, self.answers))
+        return replace(self, tokens=tokens, answers=answers)
 
 
 def _round_up(value: int, multiple: int) -> int:

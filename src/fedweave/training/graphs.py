@@ -2,20 +2,24 @@
 
 At a small backbone's size the host needs several times longer to launch a step's thousands of kernels than the
 GPU needs to run them. So a step (forward, backward, clipping, optimiser) is recorded once and replayed; a new
-batch is copied into the recorded one's memory. Shapes are fixed by a ``Capacity`` that holds every step of the
-schedule; a later round that needs more is recorded anew.
+batch is copied into the recorded one's memory. A recording's shapes are fixed by a ``Capacity``, and spare room
+costs as much as tokens do. Steps differ, since sums have longer answers than labels: so a few capacities are
+recorded, and every step is replayed in the smallest that holds it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import lru_cache
+from dataclasses import dataclass
+from functools import lru_cache, reduce
 
 import torch
 
 from fedweave.training.batch import Capacity, Lane, StepBatch, build_batch
 
 _TRIALS = 2  # eager steps before recording: libraries and allocator settle
+_SHARES = (0.4, 0.75, 1.0)  # of the steps seen so far that each recording holds
+_HEADROOM = 1.06  # of the largest once a round needed more: even larger steps may follow
 
 
 @lru_cache(maxsize=1)
@@ -28,46 +32,79 @@ def _released(batch: StepBatch) -> torch.Tensor:
     raise RuntimeError("this recording has been released")
 
 
-class GraphedSteps:
+def levels(needs: Sequence[Capacity]) -> list[Capacity]:
+    """A few capacities for steps of these needs, the largest first: others find room in its memory."""
+    order = sorted(needs, key=lambda need: need.tokens)
+    cuts = (max(1, round(share * len(order))) for share in _SHARES)
+    found = {reduce(Capacity.joined, order[:cut]) for cut in cuts}
+    return sorted(found, key=lambda capacity: -capacity.tokens)
+
+
+@dataclass
+class Recording:
     """One recorded step and the memory it reads from and writes to."""
+
+    graph: torch.cuda.CUDAGraph
+    batch: StepBatch
+    losses: torch.Tensor  # [K]
+
+    def run(self, batch: StepBatch) -> torch.Tensor:
+        self.batch.load(batch)
+        self.graph.replay()
+        return self.losses.clone()
+
+
+class GraphedSteps:
+    """Recordings of one step, by capacity. They share memory, since only one runs at a time."""
 
     def __init__(self, step: Callable[[StepBatch], torch.Tensor]):
         self._step = step
-        self._capacity: Capacity | None = None
-        self._graph: torch.cuda.CUDAGraph | None = None
-        self._batch: StepBatch | None = None
-        self._losses = torch.empty(0)
+        self._seen: list[Capacity] = []  # needs of all rounds that led to a recording
+        self._recordings: dict[Capacity, Recording] = {}
 
-    def prepare(self, lanes: Sequence[Lane], dropout: float, device: torch.device) -> Capacity:
-        """Make sure that a recording fits ``lanes``. Recording disturbs the parameters: load them afterwards."""
-        need = Capacity.of(lanes)
-        if self._capacity is None or not self._capacity.holds(need):
-            self._capacity = need if self._capacity is None else self._capacity.joined(need)
-            self._graph, self._batch = None, build_batch(lanes, 0, dropout, device, self._capacity)
-            self._record(self._batch)
-        return self._capacity
+    def prepare(self, lanes: Sequence[Lane], dropout: float, device: torch.device) -> list[Capacity]:
+        """The capacity for every step of ``lanes``. Recording disturbs the parameters: load them afterwards."""
+        needs = Capacity.of_steps(lanes)
+        if any(self._smallest(need) is None for need in needs):
+            self._recordings = {}  # their memory serves the new ones
+            first = not self._seen
+            self._seen += needs
+            largest, *others = levels(self._seen)
+            if not first:
+                largest = largest.roomier(_HEADROOM)
+            batches = {}
+            for capacity in (largest, *others):
+                step = next((i for i, need in enumerate(needs) if capacity.holds(need)), None)
+                if step is not None:  # a small one may hold none of this round's steps
+                    batches[capacity] = build_batch(lanes, step, dropout, device, capacity)
+            self._record(batches)
+        return [capacity for capacity in map(self._smallest, needs) if capacity is not None]
+
+    def _smallest(self, need: Capacity) -> Capacity | None:
+        fitting = [capacity for capacity in self._recordings if capacity.holds(need)]
+        return min(fitting, key=lambda capacity: capacity.tokens, default=None)
 
     def release(self) -> None:
-        """Give the recording's memory back. The step refers to this object's owner, so nobody else would."""
-        self._graph = self._batch = self._capacity = None
-        self._losses = torch.empty(0)  # it lies in the recording's pool
+        """Give the recordings' memory back. The step refers to this object's owner, so nobody else would."""
+        self._recordings = {}
         self._step = _released
 
-    def _record(self, batch: StepBatch) -> None:
+    def _record(self, batches: dict[Capacity, StepBatch]) -> None:
         side = _recording_stream()
         side.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(side):
-            for _ in range(_TRIALS):
-                self._step(batch)
+            for batch in batches.values():
+                for _ in range(_TRIALS):
+                    self._step(batch)
         torch.cuda.current_stream().wait_stream(side)
-        torch.cuda.empty_cache()  # the recording allocates from a pool of its own
-        self._graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(self._graph, stream=side):
-            self._losses = self._step(batch)
+        torch.cuda.empty_cache()  # recordings allocate from a pool of their own
+        pool = torch.cuda.graph_pool_handle()
+        for capacity, batch in batches.items():
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph, pool=pool, stream=side):
+                losses = self._step(batch)
+            self._recordings[capacity] = Recording(graph, batch, losses)
 
-    def run(self, batch: StepBatch) -> torch.Tensor:
-        """Replay on another batch; returns the lanes' losses, [K]."""
-        assert self._graph is not None and self._batch is not None
-        self._batch.load(batch)
-        self._graph.replay()
-        return self._losses.clone()
+    def run(self, batch: StepBatch, capacity: Capacity) -> torch.Tensor:
+        """Replay on a batch of this capacity; returns the lanes' losses, [K]."""
+        return self._recordings[capacity].run(batch)

@@ -182,14 +182,15 @@ class LockstepTrainer:
 
     def _train_group(self, lanes: Sequence[Lane], on_step: Callable[[int], None]) -> list[LaneResult]:
         group, device = self._group_for(lanes), self.backbone.device
-        capacity = group.graphs.prepare(lanes, self.dropout, device) if group.graphs else None
+        capacities = group.graphs.prepare(lanes, self.dropout, device) if group.graphs else None
         group.load(lanes)
         losses: list[torch.Tensor] = []
         deltas: dict[int, tuple[torch.Tensor, torch.Tensor | None]] = {}
         steps = [len(lane.schedule) for lane in lanes]
         for step in range(max(steps)):
+            capacity = capacities[step] if capacities else None
             batch = build_batch(lanes, step, self.dropout, device, capacity)
-            losses.append(group.graphs.run(batch) if group.graphs else group.step(batch))
+            losses.append(group.graphs.run(batch, capacity) if group.graphs and capacity else group.step(batch))
             deltas |= {k: group.deltas(k) for k, own in enumerate(steps) if own == step + 1}
             on_step(sum(own > step for own in steps))
         history = torch.stack(losses, 1).tolist()  # [K, steps]
