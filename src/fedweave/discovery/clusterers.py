@@ -28,10 +28,11 @@ class Points:
 
     @classmethod
     def of(cls, rows: np.ndarray, device: torch.device | str) -> Points:
-        wide = torch.device(device).type != "cpu"
-        if len(rows) > (_HELD_ON_GPU if wide else max(_HELD, 2 * rows.shape[1])):
+        on_gpu = torch.device(device).type != "cpu"
+        if len(rows) > (_HELD_ON_GPU if on_gpu else max(_HELD, 2 * rows.shape[1])):
             return cls(rows, None)
-        x = torch.from_numpy(rows).to(device)
+        # few points are many small kernels for a GPU; all cores at once are faster
+        x = torch.from_numpy(rows).to(device if len(rows) > _HELD else "cpu")
         return cls(rows, x @ x.T)
 
 
