@@ -14,7 +14,6 @@ from collections.abc import Sequence
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 
 _ITERATIONS = 100
 
@@ -23,14 +22,16 @@ def gram_kmeans(gram: torch.Tensor, counts: Sequence[int], restarts: int, seed: 
     """Labels [n] for every count, the best of ``restarts``; gram [n, n] in float64."""
     problems = np.repeat(counts, restarts)  # [P] clusters of each problem
     labels = _seeded(gram, problems, np.random.default_rng(seed))  # [n, P]
+    inertia = gram.new_zeros(len(problems))
+    active = torch.arange(len(problems), device=gram.device)  # most settle long before the last one does
     for _ in range(_ITERATIONS):
-        distances = _to_centroids(gram, labels, int(problems.max()))  # [n, P, k]
-        moved = distances.argmin(2)
-        if torch.equal(moved, labels):
+        before = labels[:, active]
+        nearest = _to_centroids(gram, before, int(problems.max())).min(2)  # [n, active]
+        labels[:, active], inertia[active] = nearest.indices, nearest.values.sum(0)
+        active = active[(nearest.indices != before).any(0)]
+        if not len(active):
             break
-        labels = moved
-    inertia = distances.gather(2, labels[:, :, None])[:, :, 0].sum(0).view(len(counts), restarts)
-    best = inertia.argmin(1).tolist()
+    best = inertia.view(len(counts), restarts).argmin(1).tolist()
     return {k: labels[:, i * restarts + best[i]].cpu().numpy() for i, k in enumerate(counts)}
 
 
@@ -56,7 +57,7 @@ def _seeded(gram: torch.Tensor, problems: np.ndarray, rng: np.random.Generator) 
 
 def _to_centroids(gram: torch.Tensor, labels: torch.Tensor, most: int) -> torch.Tensor:
     """Squared distances to every centroid, [n, P, k]; infinite where a cluster is empty."""
-    member = F.one_hot(labels, most).to(gram)  # [n, P, k]
+    member = gram.new_zeros(*labels.shape, most).scatter_(2, labels[:, :, None], 1)  # [n, P, k]
     sizes = member.sum(0)  # [P, k]
     sums = (gram @ member.flatten(1)).view_as(member)
     spread = (member * sums).sum(0) / sizes.square()

@@ -206,8 +206,10 @@ class InProcessEngine(Engine):
                 self.console.say(f"{label}: {min(fit.lanes, len(lanes))} of {len(lanes)} at a time ({fit.why})")
         steps = sum(len(lane.schedule) for lane in lanes)
         progress = self.console.progress(label, steps, "steps", transient)
-        yield from trainer.train(lanes, fit.lanes, progress.advance)
-        progress.close()
+        for done, result in enumerate(trainer.train(lanes, fit.lanes, progress.advance), 1):
+            if done == len(lanes):  # before the last: whoever takes as many as there are never comes back
+                progress.close()
+            yield result
 
     def _trainer_for(
         self, layout: AdapterLayout, router: RouterLayout | None, training: TrainingConfig

@@ -42,7 +42,7 @@ class WithoutClientRouter(FedWeave):
         jobs = [(k, c) for k, client in enumerate(clients) for c in self._active(client)]
         lanes = [self._reset_lane(clients[k], c, state, trained[k], t) for k, c in jobs]
         ends: list[list[tuple[int, torch.Tensor]]] = [[] for _ in clients]
-        results = bench.train(state.layout, state.router, lanes, f"round {t + 1} router", transient=True)
+        results = bench.train(state.layout, state.router, lanes, f"router, round {t + 1}", transient=True)
         for (k, c), result in zip(jobs, results, strict=True):
             assert result.delta_phi is not None
             ends[k].append((len(clients[k].buckets[c]), result.delta_phi))
