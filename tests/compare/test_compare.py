@@ -20,7 +20,8 @@ def summary(method: str, seed: int, loss: float, score: float, validation: float
     per_task = {"a": loss - 0.1, "b": loss + 0.1, "macro": loss}
     scores = {"a": score, "b": score, "macro": score}
     return {
-        "seed": seed, "tasks": TASKS, "notes": ["a remark"], "parameters": {"experts": 2_000_000, "router": 0},
+        "method": method, "seed": seed, "tasks": TASKS, "notes": ["a remark"],
+        "parameters": {"experts": 2_000_000, "router": 0},
         "trained_parameters": 1_500_000,
         "validation": {"best_loss": validation, "best_round": 1},
         "test": {"best": {"used": "sparse", "loss": {"sparse": per_task, "soft": per_task}, "score": scores}},
@@ -70,6 +71,18 @@ def test_paired_test_uses_common_seeds(results):
 
     expected = ttest_rel([0.8, 0.9], [1.0, 1.2]).pvalue
     assert results.paired("loss macro")[("fedit",)] == pytest.approx(expected)
+
+
+def test_rows_of_different_seeds_are_judged_by_those_that_all_have():
+    """A mean over other seeds is a mean over other data: seed 2 is easy, and only one row has it."""
+    runs = [("fedit", 1, 1.0), ("fedweave", 1, 1.1), ("fedweave", 2, 0.1), ("oracle", 1, 0.05)]
+    found = Results.of([(cell(method=m, seed=s), summary(m, s, loss, 0.5)) for m, s, loss in runs])
+    assert found.ranks("loss macro") == {("fedit",): 0, ("fedweave",): 1}
+    text = markdown(found)
+    assert "judged by the seeds that all have (1)" in text and "| oracle † |" in text
+    assert r"oracle$^\dagger$" in latex(found) and "**0.0500**" not in text
+    even = Results.of([(cell(method=m, seed=1), summary(m, 1, loss, 0.5)) for m, loss in (("a", 1.0), ("b", 2.0))])
+    assert not even.caveats()
 
 
 def test_best_value_is_chosen_by_validation_not_by_test():

@@ -8,7 +8,7 @@ from html.parser import HTMLParser
 import pytest
 
 from fedweave.cli import main
-from fedweave.report.records import find_runs, group_runs
+from fedweave.report.records import find_runs, group_runs, on_common_seeds
 
 FIGURES = {
     "test-score", "test-loss", "loss-by-task", "training-loss", "mixture", "client-agreement", "router-entropy",
@@ -161,6 +161,14 @@ def test_a_comparison_becomes_groups_with_seed_bands_and_a_trend(grid):
     text = page_of(grid)
     assert 'id="figure-heterogeneity-loss"' in text and 'id="figure-loss-by-method"' in text
     assert "2.500 ± 0.707" in text, "mean and sample deviation over the two seeds"
+
+
+def test_a_trend_over_an_unfinished_grid_uses_the_seeds_that_all_points_have(grid):
+    groups = group_runs(find_runs([grid]))
+    groups[1].runs.pop()
+    assert [[r.seed for r in g.runs] for g in on_common_seeds(groups)] == [[1], [1]]
+    groups[1].runs.clear()
+    assert [len(g.runs) for g in on_common_seeds(groups)] == [2, 0], "nothing in common: as they are"
 
 
 def test_runs_of_one_adapter_have_a_page_too(tmp_path, small):

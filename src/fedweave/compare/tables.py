@@ -13,6 +13,7 @@ import numpy as np
 from scipy.stats import ttest_rel
 
 from fedweave.compare.grid import Cell
+from fedweave.methods import METHODS, method_class
 
 Row = tuple[str, ...]  # the values of all axes but the seed
 _AGREEMENT = ("purity", "nmi", "ari")  # of buckets (local) and experts (global) with task labels
@@ -22,7 +23,15 @@ _AGREEMENT = ("purity", "nmi", "ari")  # of buckets (local) and experts (global)
 class Figure:
     """One quantity of one row over seeds."""
 
-    values: list[float]
+    by_seed: dict[Any, float]
+
+    @property
+    def values(self) -> list[float]:
+        return list(self.by_seed.values())
+
+    def over(self, seeds: Sequence[Any]) -> list[float]:
+        """Its values for these seeds."""
+        return [self.by_seed[seed] for seed in seeds if seed in self.by_seed]
 
     @property
     def mean(self) -> float:
@@ -44,45 +53,72 @@ class Results:
     rows: dict[Row, dict[str, Figure]]
     seeds: dict[Row, list[Any]]
     parameters: dict[Row, int]
+    bounds: set[Row]  # told the task labels: upper bounds that no method competes with
     notes: list[str]
 
     @classmethod
     def of(cls, finished: Sequence[tuple[Cell, dict[str, Any]]]) -> Results:
         axes = [key for key in finished[0][0].values if key != "seed"]
-        values: dict[Row, dict[str, list[float]]] = defaultdict(lambda: defaultdict(list))
+        values: dict[Row, dict[str, dict[Any, float]]] = defaultdict(lambda: defaultdict(dict))
         seeds: dict[Row, list[Any]] = defaultdict(list)
-        parameters, columns, notes = {}, [], []
+        parameters, bounds, columns, notes = {}, set(), [], []
         for cell, summary in finished:
             row = tuple(str(cell.values[a]) for a in axes)
-            seeds[row].append(cell.values.get("seed", summary["seed"]))
+            seed = cell.values.get("seed", summary["seed"])
+            seeds[row].append(seed)
             everything = sum(summary["parameters"].values())  # older runs did not tell frozen ones apart
             parameters[row] = summary.get("trained_parameters", everything)
+            if summary["method"] in METHODS and method_class(summary["method"]).uses_labels:
+                bounds.add(row)
             for column, value in _figures(summary).items():
-                values[row][column].append(value)
+                values[row][column][seed] = value
                 if column not in columns:
                     columns.append(column)
             notes += [note for note in summary["notes"] if note not in notes]
         rows = {row: {c: Figure(v) for c, v in named.items()} for row, named in values.items()}
-        return cls(axes, columns, finished[0][1]["tasks"], rows, dict(seeds), parameters, notes)
+        return cls(axes, columns, finished[0][1]["tasks"], rows, dict(seeds), parameters, bounds, notes)
+
+    @property
+    def common(self) -> list[Any]:
+        """Seeds that all competing rows have: a mean over other seeds is a mean over other data."""
+        competing = [seeds for row, seeds in self.seeds.items() if row not in self.bounds]
+        return [s for s in competing[0] if all(s in seeds for seeds in competing)] if competing else []
 
     def ranks(self, column: str) -> dict[Row, int]:
-        """0 for the best row of a column, 1 for the second, and so on; rows that look equal share their rank."""
+        """0 for the best row of a column, 1 for the second, and so on, judged by common seeds where there are any;
+        rows that look equal share their rank, upper bounds have none."""
         sign = 1 if not column.startswith(("score", *_AGREEMENT)) else -1
-        shown = {row: sign * round(f[column].mean, 4) for row, f in self.rows.items() if column in f}
+        shown = {
+            row: sign * round(float(np.mean(figures[column].over(self.common) or figures[column].values)), 4)
+            for row, figures in self.rows.items()
+            if column in figures and row not in self.bounds
+        }
         order = sorted(set(shown.values()))
         return {row: order.index(shown[row]) for row in sorted(shown, key=lambda row: shown[row])}
 
     def paired(self, column: str) -> dict[Row, float]:
-        """p of a two-sided paired t-test of the best row against every other, over common seeds."""
-        ranks = self.ranks(column)
-        best = min(ranks, key=lambda row: ranks[row])
-        out = {}
-        for row in ranks:
-            common = [s for s in self.seeds[best] if s in self.seeds[row]]
-            if row != best and len(common) > 1:
-                a, b = ([self.rows[r][column].values[self.seeds[r].index(s)] for s in common] for r in (best, row))
-                out[row] = float(ttest_rel(a, b).pvalue)
+        """p of a two-sided paired t-test of the best row against every other, over the seeds that both have."""
+        order, out = list(self.ranks(column)), {}
+        for row in order[1:]:
+            best, other = (self.rows[r][column] for r in (order[0], row))
+            both = [seed for seed in best.by_seed if seed in other.by_seed]
+            if len(both) > 1:
+                out[row] = float(ttest_rel(best.over(both), other.over(both)).pvalue)
         return out
+
+    def caveats(self) -> list[str]:
+        """What a reader of the table must know about its rows."""
+        said = []
+        if self.bounds:
+            said.append("An upper bound is told every task label; it is marked †, and not ranked.")
+        if len({tuple(sorted(map(str, s))) for row, s in self.seeds.items() if row not in self.bounds}) > 1:
+            judged = (
+                f"by the seeds that all have ({', '.join(map(str, self.common))})"
+                if self.common
+                else "by their means"
+            )
+            said.append(f"Rows have different seeds so far: best and second are judged {judged}.")
+        return said
 
     def title(self, column: str) -> str:
         kind, _, task = column.partition(" ")
@@ -112,22 +148,31 @@ def choose_best(
     finished: Sequence[tuple[Cell, dict[str, Any]]], key: str
 ) -> tuple[list[tuple[Cell, dict[str, Any]]], list[str]]:
     """Give every row its best value of ``key``, by mean validation loss over seeds; test data plays no part."""
-    losses: dict[Row, dict[str, list[float]]] = defaultdict(lambda: defaultdict(list))
+    losses: dict[Row, dict[str, dict[Any, float]]] = defaultdict(lambda: defaultdict(dict))  # by value and seed
 
     def row_of(cell: Cell) -> Row:
         return tuple(str(v) for k, v in cell.values.items() if k not in ("seed", key))
 
     for cell, summary in finished:
-        losses[row_of(cell)][str(cell.values[key])].append(summary["validation"]["best_loss"])
-    best = {row: min(tried, key=lambda v: float(np.mean(tried[v]))) for row, tried in losses.items()}
+        losses[row_of(cell)][str(cell.values[key])][summary["seed"]] = summary["validation"]["best_loss"]
+    means = {
+        row: {v: _mean_of_common(x, list(tried.values())) for v, x in tried.items()}
+        for row, tried in losses.items()
+    }
+    best = {row: min(tried, key=lambda v: tried[v]) for row, tried in means.items()}
     lines = [
         f"{', '.join(row) or 'all'}: "
-        + ", ".join(
-            f"{key}={v} → {np.mean(x):.4f}{' (chosen)' if v == best[row] else ''}" for v, x in tried.items()
-        )
-        for row, tried in losses.items()
+        + ", ".join(f"{key}={v} → {mean:.4f}{' (chosen)' if v == best[row] else ''}" for v, mean in tried.items())
+        for row, tried in means.items()
     ]
     return [(c, s) for c, s in finished if str(c.values[key]) == best[row_of(c)]], lines
+
+
+def _mean_of_common(own: dict[Any, float], all_of_them: Sequence[dict[Any, float]]) -> float:
+    """Mean over the seeds that all have, or over its own where they share none."""
+    return float(
+        np.mean([x for seed, x in own.items() if all(seed in o for o in all_of_them)] or list(own.values()))
+    )
 
 
 def markdown(results: Results) -> str:
@@ -145,7 +190,7 @@ def markdown(results: Results) -> str:
         if column in results.columns and (tests := results.paired(column)):
             listed = ", ".join(f"{' '.join(row)} p = {p:.3f}" for row, p in tests.items())
             parts.append(f"Paired t-test over seeds of the best against each, {results.title(column)}: {listed}.")
-    parts += [f"Note: {note}" for note in results.notes]
+    parts += [f"Note: {note}" for note in [*results.caveats(), *results.notes]]
     return "\n\n".join(parts) + "\n"
 
 
@@ -154,7 +199,9 @@ def _markdown_table(results: Results, columns: list[str]) -> str:
     header = [*results.axes, "seeds", "trained parameters", *(results.title(c) for c in columns)]
     lines = ["| " + " | ".join(header) + " |", "|" + "---|" * len(header)]
     for row, figures in results.rows.items():
+        mark = " †" if row in results.bounds else ""
         cells = [*row, str(len(results.seeds[row])), f"{results.parameters[row] / 1e6:.2f}M"]
+        cells[0] += mark
         for c in columns:
             cells.append(_decorate(figures.get(c), ranks[c].get(row), "**{}**", "<u>{}</u>", " ± "))
         lines.append("| " + " | ".join(cells) + " |")
@@ -175,7 +222,9 @@ def latex(results: Results) -> str:
             )
             for c in columns
         ]
-        lines.append(" & ".join([*(r.replace("_", r"\_") for r in row), *cells]) + r" \\")
+        names = [r.replace("_", r"\_") for r in row]
+        names[-1:] = [f"{names[-1]}$^\\dagger$"] if row in results.bounds else names[-1:]
+        lines.append(" & ".join([*names, *cells]) + r" \\")
     return "\n".join([*lines, r"\bottomrule", r"\end{tabular}", ""])
 
 

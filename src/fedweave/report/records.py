@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -166,6 +166,14 @@ class Group:
             if task in table:
                 values.append(table[task])
         return values
+
+
+def on_common_seeds(groups: Sequence[Group]) -> list[Group]:
+    """Groups without the seeds that others have not finished: means over unlike seeds make a trend of their own."""
+    seeds = set.intersection(*({run.seed for run in group.finished()} for group in groups)) if groups else set()
+    if not seeds:
+        return list(groups)
+    return [replace(group, runs=[run for run in group.runs if run.seed in seeds]) for group in groups]
 
 
 def seeds_note(groups: Sequence[Group]) -> str:

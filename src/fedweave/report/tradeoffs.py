@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from fedweave.report.records import Group, RunRecord, seeds_note
+from fedweave.report.records import Group, RunRecord, on_common_seeds, seeds_note
 from fedweave.report.style import (
     INK,
     MARKERS,
@@ -52,9 +52,10 @@ def routing_trade_off(groups: Sequence[Group]) -> Picture | None:
 def heterogeneity(groups: Sequence[Group]) -> list[Picture]:
     """Figure 3 of the paper: score and loss over the Dirichlet α, one line per method."""
     by_method: dict[str, dict[float, Group]] = {}
+    groups = on_common_seeds([g for g in groups if g.finished()])
     for group in groups:
         alpha = group.first.config.get("data", {}).get("alpha")
-        if alpha is not None and group.finished():
+        if alpha is not None:
             by_method.setdefault(group.first.method, {})[float(alpha)] = group
     if max((len(v) for v in by_method.values()), default=0) < 2:
         return []
