@@ -2,9 +2,10 @@
 
     python -m benchmarks.decoding runs/quickstart --rows 1,8,32 --output decoding.json
 
-A figure is one decoding step of the running batch that serves requests: prompts are read before the clock starts,
-and no answer ends early. The three kinds take turns step by step, so that a slow second hits all of them alike;
-processor time stands beside wall time, since only it means something on a machine with other work to do.
+``benchmarks.ladder`` does the same with random weights. A figure is one decoding step of the running batch that
+serves requests: prompts are read before the clock starts, and no answer ends early. The three kinds take turns step
+by step, so that a slow second hits all of them alike; processor time stands beside wall time, since only it means
+something on a machine with other work to do.
 """
 
 from __future__ import annotations
@@ -14,12 +15,16 @@ import json
 import statistics
 import time
 from collections import deque
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from fedweave.backbone.load import Backbone
+from fedweave.backbone.prompts import EncodedPrompt
 from fedweave.data.sample import make_sample
+from fedweave.experts.layout import AdapterLayout
 from fedweave.experts.mixture import Mixture
 from fedweave.inference.model import FedWeaveModel
 from fedweave.inference.rows import Row, RunningBatch
@@ -33,32 +38,34 @@ KINDS = ("bare", "sparse", "soft")
 class Contest:
     """One running batch of every kind on the same backbone; experts are attached only while their step runs."""
 
-    def __init__(self, model: FedWeaveModel, rows: int, steps: int):
-        self.model, self.layout = model, model.mixture.layout
-        self.alpha = model.mixture.scale * self.layout.rank
-        self.layers = dict(model.backbone.model.named_modules())
-        model.mixture.detach()
-        pools, _ = make_sample(rows, seed=0)
-        prompts = [e.prompt for group in zip(*pools.values(), strict=True) for e in group][:rows]
+    def __init__(
+        self,
+        backbone: Backbone,
+        layout: AdapterLayout,
+        alpha: float,
+        theta: torch.Tensor,
+        prompts: Sequence[EncodedPrompt],
+        steps: int,
+    ):
+        self.backbone, self.layout, self.alpha, self.theta = backbone, layout, alpha, theta
+        self.layers = dict(backbone.model.named_modules())
         self.batches = {kind: self._batch(kind, prompts, steps + 3) for kind in KINDS}
 
-    def _batch(self, kind: str, prompts: list[Any], tokens: int) -> RunningBatch:
-        model = self.model
+    def _batch(self, kind: str, prompts: Sequence[EncodedPrompt], tokens: int) -> RunningBatch:
         random = torch.rand(len(prompts), self.layout.experts, generator=torch.Generator().manual_seed(0))
         gates = torch.ones(len(prompts), 1) if kind == "bare" else sparsify(random.softmax(-1), kind)
-        encoded = model.backbone.prompts.encode_prompts(prompts)
         rows = [
-            Row(model.backbone, prompt, gate, Sampling(max_new_tokens=tokens))
-            for prompt, gate in zip(encoded, gates, strict=True)
+            Row(self.backbone, prompt, gate, Sampling(max_new_tokens=tokens))
+            for prompt, gate in zip(prompts, gates, strict=True)
         ]
         for row in rows:
             row.ends = []  # no answer ends by itself
-        model.mixture = self._attach()
-        mixture = None if kind == "bare" else model.mixture
-        batch = RunningBatch(model.backbone, mixture, model.theta, len(rows), max(row.room for row in rows))
+        mixture = None if kind == "bare" else self._attach()
+        batch = RunningBatch(self.backbone, mixture, self.theta, len(rows), max(row.room for row in rows))
         batch.prefill = 10**9
         list(batch.advance(deque(rows)))  # prompts, and the first step, which records on CUDA
-        model.mixture.detach()
+        if mixture is not None:
+            mixture.detach()
         return batch
 
     def _attach(self) -> Mixture:
@@ -77,8 +84,8 @@ class Contest:
         return spent
 
 
-def measure(model: FedWeaveModel, rows: int, steps: int) -> dict[str, Any]:
-    contest = Contest(model, rows, steps)
+def measure(contest: Contest, rows: int, steps: int) -> dict[str, Any]:
+    """Median milliseconds of a step of every kind, and what experts cost."""
     spent: dict[str, list[tuple[float, float]]] = {kind: [] for kind in KINDS}
     for _ in range(steps):
         for kind in KINDS:
@@ -100,15 +107,21 @@ def main() -> None:
     parser.add_argument("--output", type=Path, help="write the figures as JSON")
     arguments = parser.parse_args()
     model = FedWeaveModel.from_pretrained(arguments.folder, device=arguments.device)
+    layout, alpha = model.mixture.layout, model.mixture.scale * model.mixture.layout.rank
+    model.mixture.detach()
     results = []
     for rows in map(int, arguments.rows.split(",")):
-        results.append(measure(model, rows, arguments.steps))
+        pools, _ = make_sample(rows, seed=0)
+        prompts = [e.prompt for group in zip(*pools.values(), strict=True) for e in group][:rows]
+        encoded = model.backbone.prompts.encode_prompts(prompts)
+        contest = Contest(model.backbone, layout, alpha, model.theta, encoded, arguments.steps)
+        results.append(measure(contest, rows, arguments.steps))
         print(json.dumps(results[-1]), flush=True)
     report = {
         "benchmark": "decoding",
         "model": model.backbone.name,
-        "experts": model.mixture.layout.experts,
-        "rank": model.mixture.layout.rank,
+        "experts": layout.experts,
+        "rank": layout.rank,
         "threads": torch.get_num_threads(),
         "results": results,
         "environment": environment(model.backbone.device),

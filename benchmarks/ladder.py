@@ -1,6 +1,6 @@
-"""The training ladder: from a PEFT loop to packed lockstep, in one run on one machine.
+"""The ladders: training from a PEFT loop to packed lockstep, and decoding with experts, in one run on one machine.
 
-    python -m benchmarks.ladder                                    # a minute or two on a CPU
+    python -m benchmarks.ladder                                    # about two minutes on a CPU
     python -m benchmarks.ladder --shapes 135m 0.5b 3b --sweep      # the published figures (H200)
 
 One round is 20 clients × 10 steps × batch 8 with M = 4 experts of rank 8 (on a CPU: 2 × 1 × 4). The PEFT loops are
@@ -22,6 +22,7 @@ import torch
 import fedweave
 from benchmarks import peft_loops
 from benchmarks.clock import once, peak_gib, reset_peak, seconds
+from benchmarks.decoding import Contest, measure
 from benchmarks.workload import (
     SHAPES,
     TARGETS,
@@ -173,6 +174,20 @@ class Bench:
             "parameters": self.parameters, "matmul_tflops": self.rate / 1e12, "rungs": self.rows,
         }  # fmt: skip
 
+    def decoding(self) -> list[dict[str, Any]]:
+        """What one expert and all experts cost while decoding, for batches of some sizes."""
+        backbone = backbone_of(self.model(), True)
+        layout = AdapterLayout.of(backbone.linear_layers(TARGETS), RANK, EXPERTS)
+        theta, found = layout.initial(0).to(self.device), []
+        steps = 100 if self.gpu else 6
+        for rows in (1, 8, 32) if self.gpu else (1, 8):
+            prompts = [client.examples[0].prompt for client in make_clients(self.shape, rows, 1)]
+            found.append(measure(Contest(backbone, layout, 16, theta, prompts, steps), rows, steps))
+            ms, ratio = found[-1]["wall_ms"], found[-1]["wall_ratio"]
+            print(f"  decoding, {rows:2d} rows: bare {ms['bare']:.2f} ms a step, one expert {ratio['sparse']:.3f} ×"
+                  f", all experts {ratio['soft']:.3f} ×", flush=True)  # fmt: skip
+        return found
+
     def sweep(self) -> list[dict[str, Any]]:
         """Seconds a round over the number of clients, and over the tokens of each."""
         o, self.rows = self.options, []
@@ -218,7 +233,7 @@ def main() -> None:
     for shape in options.shapes:
         print(f"{shape} on {result['device']}: {options.clients} clients × {options.steps} steps × {options.batch}")
         bench = Bench(shape, device, options)
-        result["shapes"][shape] = bench.ladder()
+        result["shapes"][shape] = bench.ladder() | {"decoding": bench.decoding()}
         if options.sweep:
             result["shapes"][shape]["sweep"] = bench.sweep()
         if options.output:  # after every shape: a crash loses at most one

@@ -8,7 +8,8 @@ import numpy as np
 import torch
 
 from fedweave.backbone.load import Backbone
-from fedweave.backbone.prompts import Encoded, EncodedPrompt
+from fedweave.backbone.prompts import Encoded, EncodedPrompt, PromptFormat
+from fedweave.config import BackboneConfig
 from fedweave.training.batch import ClientData
 
 TARGETS = ("q_proj", "v_proj")
@@ -65,7 +66,15 @@ def random_model(shape: Shape, device: torch.device, dtype: torch.dtype):
 
 
 def backbone_of(model, fused: bool) -> Backbone:
-    return Backbone(model, None, None, "random", "", next(model.parameters()).device, fused)  # type: ignore[arg-type]
+    """A random model as a backbone; its tokenizer knows every token by its number."""
+    from tokenizers import Tokenizer
+    from tokenizers.models import WordLevel
+    from transformers import PreTrainedTokenizerFast
+
+    words = WordLevel({str(i): i for i in range(model.config.vocab_size)}, unk_token="0")
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(words), eos_token="0")
+    prompts = PromptFormat(tokenizer, BackboneConfig(prompt="plain"))
+    return Backbone(model, tokenizer, prompts, "random", "", next(model.parameters()).device, fused)
 
 
 def make_clients(shape: Shape, clients: int, examples: int, seed: int = 0) -> list[ClientData]:
