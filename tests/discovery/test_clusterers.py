@@ -28,6 +28,16 @@ def test_clear_groups_are_found_by_every_clusterer(clusterer, groups):
     assert sorted(np.concatenate(buckets.members)) == list(range(len(points)))
 
 
+def test_buckets_come_in_the_order_of_their_first_examples(monkeypatch):
+    """Equal partitions whose numbers differ, as rounding may decide, are the same buckets."""
+    points = np.random.default_rng(0).normal(size=(12, 8))
+    found = []
+    for labels in ([0] * 4 + [1] * 5 + [2] * 3, [2] * 4 + [0] * 5 + [1] * 3):
+        monkeypatch.setitem(CLUSTERERS, "kmeans", lambda *_, labels=labels: {3: np.array(labels)})
+        found.append([b.tolist() for b in discover_buckets(points, DiscoveryConfig(), 0).members])
+    assert found[0] == found[1] == [[0, 1, 2, 3], [4, 5, 6, 7, 8], [9, 10, 11]]
+
+
 @pytest.mark.parametrize(("count", "word"), [(1, "1 example:"), (2, "too few")])
 def test_too_few_examples_are_one_bucket_and_say_so(count, word):
     buckets = discover_buckets(np.random.default_rng(0).normal(size=(count, 5)), DiscoveryConfig(), 0)

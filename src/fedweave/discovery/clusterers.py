@@ -126,7 +126,9 @@ def discover_buckets(
             best = (k, labels)
     if best is None:
         return Buckets(everything, silhouettes, "the clusterer found no two groups")
-    return Buckets([np.flatnonzero(best[1] == c) for c in np.unique(best[1])], silhouettes)
+    members = (np.flatnonzero(best[1] == c) for c in np.unique(best[1]))
+    # in the order of their first examples: which of several equal restarts wins is a matter of rounding
+    return Buckets(sorted(members, key=lambda bucket: bucket[0]), silhouettes)
 
 
 def discover_all(
