@@ -179,7 +179,7 @@ class Bench:
         backbone = backbone_of(self.model(), True)
         layout = AdapterLayout.of(backbone.linear_layers(TARGETS), RANK, EXPERTS)
         theta, found = layout.initial(0).to(self.device), []
-        steps = 100 if self.gpu else 6
+        steps = 100 if self.gpu else 20
         for rows in (1, 8, 32) if self.gpu else (1, 8):
             prompts = [client.examples[0].prompt for client in make_clients(self.shape, rows, 1)]
             found.append(measure(Contest(backbone, layout, 16, theta, prompts, steps), rows, steps))
