@@ -179,6 +179,17 @@ if triton is not None:
         return tl.load(at, _inside(live, c, W, D), 0.0)
 
     @triton.jit
+    def _pairs(
+        k, v, begin, end, kv, k_row, k_head, v_row, v_head, c,
+        COUNT: tl.constexpr, W: tl.constexpr, D: tl.constexpr,
+    ):  # fmt: skip
+        """COUNT tokens from ``begin``, which of them exist, and their keys and values [COUNT, D] of one head."""
+        j = begin + tl.arange(0, COUNT)
+        near = j < end
+        keys = _rows(k, j, kv, k_row, k_head, c, near, W, D)
+        return j, near, keys, _rows(v, j, kv, v_row, v_head, c, near, W, D)
+
+    @triton.jit
     def _scores(a, b, scale, softcap, CAPPED: tl.constexpr):
         """Scaled scores [A, B] of rows a and b, capped where the model caps them."""
         s = tl.dot(a, tl.trans(b), input_precision="ieee") * scale
@@ -204,10 +215,9 @@ if triton is not None:
             total = tl.zeros([BLOCK], tl.float32)
             acc = tl.zeros([BLOCK, D], tl.float32)
             for begin in range(start, tl.minimum(first + BLOCK, end), STEP):
-                j = begin + tl.arange(0, STEP)
-                near = j < end
-                keys = _rows(k, j, head // GROUP, k_row, k_head, c, near, W, D)
-                values = _rows(v, j, head // GROUP, v_row, v_head, c, near, W, D)
+                j, near, keys, values = _pairs(
+                    k, v, begin, end, head // GROUP, k_row, k_head, v_row, v_head, c, STEP, W, D
+                )
                 s = _scores(mine, keys, scale, softcap, CAPPED) * 1.4426950408889634
                 s = tl.where((j[None, :] <= t[:, None]) & near[None, :], s, float("-inf"))
                 above = tl.maximum(most, tl.max(s, 1))
@@ -250,10 +260,9 @@ if triton is not None:
             norm = tl.load(lse + wide, live, 0.0)
             acc = tl.zeros([BLOCK, D], tl.float32)
             for begin in range(start, tl.minimum(first + BLOCK, end), STEP):
-                j = begin + tl.arange(0, STEP)
-                near = j < end
-                keys = _rows(k, j, head // GROUP, k_row, k_head, c, near, W, D)
-                values = _rows(v, j, head // GROUP, v_row, v_head, c, near, W, D)
+                j, near, keys, values = _pairs(
+                    k, v, begin, end, head // GROUP, k_row, k_head, v_row, v_head, c, STEP, W, D
+                )
                 s = _scores(mine, keys, scale, softcap, CAPPED)
                 seen = (j[None, :] <= t[:, None]) & near[None, :]
                 p = tl.where(seen, tl.exp2(s * 1.4426950408889634 - norm[:, None]), 0.0)
@@ -273,10 +282,8 @@ if triton is not None:
         tile, kv = tiles + tl.program_id(0) * 3, tl.program_id(1)
         first, end = tl.load(tile), tl.load(tile + 2)
         if first < end:
-            j, c = first + tl.arange(0, BLOCK), tl.arange(0, D)
-            near = j < end
-            keys = _rows(k, j, kv, k_row, k_head, c, near, W, D)
-            values = _rows(v, j, kv, v_row, v_head, c, near, W, D)
+            c = tl.arange(0, D)
+            j, near, keys, values = _pairs(k, v, first, end, kv, k_row, k_head, v_row, v_head, c, BLOCK, W, D)
             to_k = tl.zeros([BLOCK, D], tl.float32)
             to_v = tl.zeros([BLOCK, D], tl.float32)
             for head in range(kv * GROUP, (kv + 1) * GROUP):
