@@ -21,8 +21,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from benchmarks.ladder import DROPOUT, EXPERTS, RANK
-from benchmarks.workload import SHAPES, Shape, make_clients, schedules
+from benchmarks.workload import DROPOUT, EXPERTS, RANK, SHAPES, Shape, make_clients, schedules
 from fedweave.backbone import packing
 from fedweave.experts.dropout import DropoutKeys
 from fedweave.kernels import attention, power_of_two, triton_products

@@ -24,24 +24,22 @@ from benchmarks import peft_loops
 from benchmarks.clock import once, peak_gib, reset_peak, seconds
 from benchmarks.decoding import Contest, measure
 from benchmarks.workload import (
+    ALPHA,
+    EXPERTS,
+    RANK,
     SHAPES,
     TARGETS,
     backbone_of,
     filled_up,
     make_clients,
+    make_training,
     matmul_rate,
     random_model,
     real_tokens,
     schedules,
 )
-from fedweave.config import TrainingConfig
 from fedweave.experts.layout import AdapterLayout
-from fedweave.experts.mixture import Mixture
-from fedweave.router.mlp import RouterLayout
 from fedweave.training.batch import ClientData, Lane
-from fedweave.training.lockstep import LockstepTrainer
-
-EXPERTS, RANK, DROPOUT = 4, 8, 0.1
 
 
 class Bench:
@@ -116,14 +114,7 @@ class Bench:
 
         def measure() -> float:
             backbone = backbone_of(self.model(), fused)
-            layout = AdapterLayout.of(backbone.linear_layers(TARGETS), RANK, EXPERTS)
-            router = RouterLayout(backbone.width, 512, EXPERTS)
-            mixture = Mixture(backbone.linear_layers(TARGETS), layout, 16)
-            trainer = LockstepTrainer(
-                backbone, mixture, router, TrainingConfig(lr=1e-4, cuda_graphs=graphs), DROPOUT, 5e-5
-            )
-            theta, phi = layout.initial(0).to(self.device), router.initial(0).to(self.device)
-            lanes = [Lane(c, p, theta, phi, (k,)) for k, (c, p) in enumerate(zip(clients, plan, strict=True))][:few]
+            trainer, lanes = make_training(backbone, clients[:few], plan[:few], graphs)
 
             def round_() -> None:
                 if second_forward:
@@ -134,7 +125,7 @@ class Bench:
 
             repeats = 1 if few < len(clients) or not self.gpu else 3
             spent = seconds(round_, self.device, repeats, warm=int(self.gpu))
-            mixture.detach()
+            trainer.mixture.detach()
             trainer.release()
             return spent * len(clients) / few
 
@@ -182,7 +173,7 @@ class Bench:
         steps = 100 if self.gpu else 20
         for rows in (1, 8, 32) if self.gpu else (1, 8):
             prompts = [client.examples[0].prompt for client in make_clients(self.shape, rows, 1)]
-            found.append(measure(Contest(backbone, layout, 16, theta, prompts, steps), rows, steps))
+            found.append(measure(Contest(backbone, layout, ALPHA, theta, prompts, steps), rows, steps))
             ms, ratio = found[-1]["wall_ms"], found[-1]["wall_ratio"]
             print(f"  decoding, {rows:2d} rows: bare {ms['bare']:.2f} ms a step, one expert {ratio['sparse']:.3f} ×"
                   f", all experts {ratio['soft']:.3f} ×", flush=True)  # fmt: skip

@@ -17,15 +17,16 @@ from typing import Any
 import torch
 
 from benchmarks.clock import seconds
-from benchmarks.ladder import DROPOUT, EXPERTS, RANK
-from benchmarks.workload import SHAPES, TARGETS, backbone_of, make_clients, random_model, real_tokens, schedules
+from benchmarks.workload import (
+    SHAPES,
+    backbone_of,
+    make_clients,
+    make_training,
+    random_model,
+    real_tokens,
+    schedules,
+)
 from fedweave.backbone import packing
-from fedweave.config import TrainingConfig
-from fedweave.experts.layout import AdapterLayout
-from fedweave.experts.mixture import Mixture
-from fedweave.router.mlp import RouterLayout
-from fedweave.training.batch import Lane
-from fedweave.training.lockstep import LockstepTrainer
 
 KINDS = {  # the first that a kernel's name contains
     "attention": ("_attend", "flash", "fmha"),
@@ -49,12 +50,7 @@ def profile(shape: str, device: torch.device) -> dict[str, Any]:
     clients = make_clients(SHAPES[shape], 20, 80)
     plan = schedules(clients, STEPS, 8)
     backbone = backbone_of(random_model(SHAPES[shape], device, torch.bfloat16), True)
-    layers = backbone.linear_layers(TARGETS)
-    layout, router = AdapterLayout.of(layers, RANK, EXPERTS), RouterLayout(backbone.width, 512, EXPERTS)
-    mixture = Mixture(layers, layout, 16)
-    trainer = LockstepTrainer(backbone, mixture, router, TrainingConfig(lr=1e-4), DROPOUT, 5e-5)
-    theta, phi = layout.initial(0).to(device), router.initial(0).to(device)
-    lanes = [Lane(c, p, theta, phi, (k,)) for k, (c, p) in enumerate(zip(clients, plan, strict=True))]
+    trainer, lanes = make_training(backbone, clients, plan, graphs=True)
 
     def round_() -> None:
         list(trainer.train(lanes, len(lanes)))
@@ -71,7 +67,7 @@ def profile(shape: str, device: torch.device) -> dict[str, Any]:
         kernels.append(
             {"name": event.key[:100], "kind": kind_of(event.key), "ms": ms, "calls": event.count // STEPS}
         )
-    mixture.detach()
+    trainer.mixture.detach()
     trainer.release()
     return {
         "step_ms": 1e3 * spent / STEPS,

@@ -9,10 +9,15 @@ import torch
 
 from fedweave.backbone.load import Backbone
 from fedweave.backbone.prompts import Encoded, EncodedPrompt, PromptFormat
-from fedweave.config import BackboneConfig
-from fedweave.training.batch import ClientData
+from fedweave.config import BackboneConfig, TrainingConfig
+from fedweave.experts.layout import AdapterLayout
+from fedweave.experts.mixture import Mixture
+from fedweave.router.mlp import RouterLayout
+from fedweave.training.batch import ClientData, Lane
+from fedweave.training.lockstep import LockstepTrainer
 
 TARGETS = ("q_proj", "v_proj")
+EXPERTS, RANK, ALPHA, DROPOUT = 4, 8, 16, 0.1
 
 # (prompt mean, sd, answer mean, sd) in tokens: CoEdIT, GSM8K, TweetEval, ARC-C
 PROFILE = ((60, 25, 30, 12), (95, 30, 120, 50), (65, 12, 2, 0), (85, 25, 2, 0))
@@ -75,6 +80,18 @@ def backbone_of(model, fused: bool) -> Backbone:
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(words), eos_token="0")
     prompts = PromptFormat(tokenizer, BackboneConfig(prompt="plain"))
     return Backbone(model, tokenizer, prompts, "random", "", next(model.parameters()).device, fused)
+
+
+def make_training(
+    backbone: Backbone, clients: list[ClientData], plan: list[list[np.ndarray]], graphs: bool
+) -> tuple[LockstepTrainer, list[Lane]]:
+    """FedWeave's trainer with a soft mixture on the backbone, and a lane for every client."""
+    layers, device = backbone.linear_layers(TARGETS), backbone.device
+    layout, router = AdapterLayout.of(layers, RANK, EXPERTS), RouterLayout(backbone.width, 512, EXPERTS)
+    config = TrainingConfig(lr=1e-4, cuda_graphs=graphs)
+    trainer = LockstepTrainer(backbone, Mixture(layers, layout, ALPHA), router, config, DROPOUT, 5e-5)
+    theta, phi = layout.initial(0).to(device), router.initial(0).to(device)
+    return trainer, [Lane(c, p, theta, phi, (k,)) for k, (c, p) in enumerate(zip(clients, plan, strict=True))]
 
 
 def make_clients(shape: Shape, clients: int, examples: int, seed: int = 0) -> list[ClientData]:
