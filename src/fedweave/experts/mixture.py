@@ -104,10 +104,14 @@ class Slot:
     index: int
 
 
+def _in_force(layer: torch.nn.Linear) -> Slot | None:
+    """The layer's experts, where they are to be added now."""
+    slot: Slot | None = getattr(layer, "experts", None)
+    return slot if slot is not None and slot.mixture.state is not None else None
+
+
 def carries_experts(layers: Sequence[torch.nn.Linear]) -> bool:
-    """Whether any of these layers has experts that are in force."""
-    slots = (getattr(layer, "experts", None) for layer in layers)
-    return any(slot is not None and slot.mixture.state is not None for slot in slots)
+    return any(_in_force(layer) is not None for layer in layers)
 
 
 def with_experts(
@@ -118,8 +122,8 @@ def with_experts(
     targets: list[Target] = []
     start, mixture = 0, None
     for layer in layers:
-        slot: Slot | None = getattr(layer, "experts", None)
-        if slot is not None and slot.mixture.state is not None:
+        slot = _in_force(layer)
+        if slot is not None:
             mixture = slot.mixture
             targets.append(Target(slot.index, start, layer.out_features))
         start += layer.out_features
