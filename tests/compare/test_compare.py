@@ -60,6 +60,12 @@ def test_markdown_and_latex_mark_best_and_second(results):
     assert r"\textbf{0.8500}" in latex(results) and r"\underline{1.1000}" in latex(results)
 
 
+def test_seeds_with_other_numbers_of_experts_train_other_numbers_of_parameters():
+    runs = [(cell(method="fedlease", seed=s), summary("fedlease", s, 1.0, 0.5)) for s in (1, 2, 3)]
+    runs[1][1]["trained_parameters"] = 3_000_000
+    assert "| fedlease | 3 | 1.50M to 3.00M |" in markdown(Results.of(runs))
+
+
 def test_rows_that_look_equal_are_marked_alike():
     runs = [("a", 0.50001), ("b", 0.50004), ("c", 0.7)]
     text = markdown(Results.of([(cell(method=m), summary(m, 1, loss, 0.5)) for m, loss in runs]))

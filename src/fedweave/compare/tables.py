@@ -52,7 +52,7 @@ class Results:
     titles: dict[str, str]  # task -> title
     rows: dict[Row, dict[str, Figure]]
     seeds: dict[Row, list[Any]]
-    parameters: dict[Row, int]
+    parameters: dict[Row, list[int]]  # trained, by seed: a method may find another number of experts in each
     bounds: set[Row]  # told the task labels: upper bounds that no method competes with
     notes: list[str]
 
@@ -61,13 +61,14 @@ class Results:
         axes = [key for key in finished[0][0].values if key != "seed"]
         values: dict[Row, dict[str, dict[Any, float]]] = defaultdict(lambda: defaultdict(dict))
         seeds: dict[Row, list[Any]] = defaultdict(list)
-        parameters, bounds, columns, notes = {}, set(), [], []
+        parameters: dict[Row, list[int]] = defaultdict(list)
+        bounds, columns, notes = set(), [], []
         for cell, summary in finished:
             row = tuple(str(cell.values[a]) for a in axes)
             seed = cell.values.get("seed", summary["seed"])
             seeds[row].append(seed)
             everything = sum(summary["parameters"].values())  # older runs did not tell frozen ones apart
-            parameters[row] = summary.get("trained_parameters", everything)
+            parameters[row].append(summary.get("trained_parameters", everything))
             if summary["method"] in METHODS and method_class(summary["method"]).uses_labels:
                 bounds.add(row)
             for column, value in _figures(summary).items():
@@ -76,7 +77,7 @@ class Results:
                     columns.append(column)
             notes += [note for note in summary["notes"] if note not in notes]
         rows = {row: {c: Figure(v) for c, v in named.items()} for row, named in values.items()}
-        return cls(axes, columns, finished[0][1]["tasks"], rows, dict(seeds), parameters, bounds, notes)
+        return cls(axes, columns, finished[0][1]["tasks"], rows, dict(seeds), dict(parameters), bounds, notes)
 
     @property
     def common(self) -> list[Any]:
@@ -200,12 +201,17 @@ def _markdown_table(results: Results, columns: list[str]) -> str:
     lines = ["| " + " | ".join(header) + " |", "|" + "---|" * len(header)]
     for row, figures in results.rows.items():
         mark = " †" if row in results.bounds else ""
-        cells = [*row, str(len(results.seeds[row])), f"{results.parameters[row] / 1e6:.2f}M"]
+        cells = [*row, str(len(results.seeds[row])), _millions(results.parameters[row])]
         cells[0] += mark
         for c in columns:
             cells.append(_decorate(figures.get(c), ranks[c].get(row), "**{}**", "<u>{}</u>", " ± "))
         lines.append("| " + " | ".join(cells) + " |")
     return "\n".join(lines)
+
+
+def _millions(counts: Sequence[int]) -> str:
+    """2.14M, or 1.51M to 3.03M where seeds differ."""
+    return " to ".join(dict.fromkeys(f"{count / 1e6:.2f}M" for count in (min(counts), max(counts))))
 
 
 def latex(results: Results) -> str:
