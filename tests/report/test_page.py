@@ -8,7 +8,8 @@ from html.parser import HTMLParser
 import pytest
 
 from fedweave.cli import main
-from fedweave.report.records import find_runs, group_runs, on_common_seeds
+from fedweave.report.curves import method_losses
+from fedweave.report.records import Group, find_runs, group_runs, on_common_seeds
 
 FIGURES = {
     "test-score", "test-loss", "loss-by-task", "training-loss", "mixture", "client-agreement", "router-entropy",
@@ -161,6 +162,21 @@ def test_a_comparison_becomes_groups_with_seed_bands_and_a_trend(grid):
     text = page_of(grid)
     assert 'id="figure-heterogeneity-loss"' in text and 'id="figure-loss-by-method"' in text
     assert "2.500 ± 0.707" in text, "mean and sample deviation over the two seeds"
+
+
+def test_an_untrained_start_does_not_press_the_curves_flat(record):
+    """A method without warmup adapters starts at the bare backbone's loss, far above every trained round."""
+
+    def run(*losses):
+        return record(events=[{"event": "validation", "round": t, "tasks": {"macro": x}} for t, x in losses])
+
+    low = Group("low", [run((0, 3.0), (1, 0.8), (2, 0.7))])
+    high = Group("high", [run((0, 1.0), (1, 0.9), (2, 0.8))])
+    picture = method_losses([low, high])
+    bottom, top = picture.figure.axes[0].get_ylim()
+    assert 0.6 < bottom < 0.7 and 0.9 < top < 1.0 and "at up to 3.00, beyond the frame" in picture.caption
+    near = method_losses([high, Group("near", [run((0, 1.0), (1, 0.8))])])
+    assert near.figure.axes[0].get_ylim()[1] >= 1.0 and "beyond" not in near.caption
 
 
 def test_a_trend_over_an_unfinished_grid_uses_the_seeds_that_all_points_have(grid):

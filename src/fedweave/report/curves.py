@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -20,6 +21,9 @@ from fedweave.report.style import (
     line_style,
     whole_rounds,
 )
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
 
 # -------------------------------------------------------------------------------------- quality
 
@@ -75,14 +79,25 @@ def method_losses(groups: Sequence[Group]) -> Picture | None:
     if len(groups) < 2 or not any(g.first.validations for g in groups):
         return None
     figure, ax = canvas()
-    for i, group in enumerate(groups):
-        band(ax, group.curve("tasks", "macro"), group.label, **line_style(i))
+    curves = [group.curve("tasks", "macro") for group in groups]
+    for i, (group, curve) in enumerate(zip(groups, curves, strict=True)):
+        band(ax, curve, group.label, **line_style(i))
     ax.set_ylabel("macro validation loss")
     whole_rounds(ax)
     legend(ax, ncols=2 if len(groups) < 7 else 3)
-    return Picture(
-        "loss-by-method", "Macro loss of every experiment", f"Lower is better.{seeds_note(groups)}", figure
-    )
+    caption = f"Lower is better.{_frame_training(ax, curves)}{seeds_note(groups)}"
+    return Picture("loss-by-method", "Macro loss of every experiment", caption, figure)
+
+
+def _frame_training(ax: Axes, curves: Sequence[dict[int, list[float]]]) -> str:
+    """Where the untrained start would press all that follows flat, the frame is that of the rounds; says so."""
+    start = [loss for curve in curves for t, losses in curve.items() if t == 0 for loss in losses]
+    after = [loss for curve in curves for t, losses in curve.items() if t > 0 for loss in losses]
+    if not start or not after or max(start) - max(after) <= max(after) - min(after):
+        return ""
+    margin = 0.05 * (max(after) - min(after))
+    ax.set_ylim(min(after) - margin, max(after) + margin)
+    return f" The start, before any training, is at up to {max(start):.2f}, beyond the frame."
 
 
 def training_loss(run: RunRecord) -> Picture | None:
