@@ -94,10 +94,15 @@ class WarmStartConfig:
     """Router warm start: learn the alignment's own labels a(i,c) from cached features before round 0."""
 
     enabled: bool = setting(True, "Switch it on; the paper's method has none.")
-    rounds: int = setting(5, "How often the server averages during the warm start.", low=1)
-    steps: int = setting(40, "Steps of each client between two averages.", low=1)
+    rounds: int = setting(10, "How often the server averages during the warm start.", low=1)
+    steps: int = setting(20, "Steps of each client between two averages.", low=1)
     lr: float = setting(1e-3, "AdamW rate of the warm start.", low=0.0)
     batch_size: int = setting(64, "Features in a step.", low=1)
+    contrast: Literal["own", "all"] = setting(
+        "own",
+        "Experts that a client's router learns to tell apart: those it has examples of, or all; then it also "
+        "learns that an expert of which it has none is never right, and unlearns what other clients teach.",
+    )
 
 
 @dataclass(frozen=True)

@@ -55,26 +55,48 @@ def test_warm_start_learns_the_alignment_labels_from_clients_that_each_see_a_par
         clients.append((centres[experts] + torch.randn(len(experts), 12), experts))
     layout = RouterLayout(12, 32, 3)
     start = layout.initial(0)
-    settings = WarmStartConfig(rounds=5, steps=20, batch_size=16)
+    settings = WarmStartConfig(rounds=10, steps=20, batch_size=16)
 
     def updates(phi, t):
         pupils = [Pupil(*client, (1, t, i)) for i, client in enumerate(clients)]
         return zip(warm_start_clients(layout, phi, pupils, settings), (len(c[0]) for c in clients), strict=True)
 
-    phi = warm_start(layout, start, 5, updates)
+    phi = warm_start(layout, start, 10, updates)
     features, experts = torch.cat([f for f, _ in clients]), torch.cat([e for _, e in clients])
     right = layout.route(phi, features).gather(1, experts[:, None])
     before = layout.route(start, features).gather(1, experts[:, None])
     assert right.mean() > 0.9 > before.mean()
-    assert torch.equal(phi, warm_start(layout, start, 5, updates))
+    assert torch.equal(phi, warm_start(layout, start, 10, updates))
+
+
+def test_a_client_does_not_unlearn_experts_that_it_has_no_example_of():
+    """One client of three owns expert 2; the two others must leave its logit alone."""
+    torch.manual_seed(0)
+    layout = RouterLayout(6, 16, 3)
+    start = layout.initial(0)
+    features = torch.randn(40, 6)
+    pupil = Pupil(features, (features[:, 0] > 0).long(), (0,))  # experts 0 and 1
+
+    def change(contrast):
+        settings = WarmStartConfig(rounds=1, steps=30, contrast=contrast)
+        moved = layout.views(warm_start_clients(layout, start, [pupil], settings)[0])
+        return moved["linear2.bias"].abs(), moved["linear2.weight"].abs().amax(1)
+
+    bias, weight = change("own")
+    assert bias[2] == weight[2] == 0 and weight[:2].min() > 1e-3
+    bias, weight = change("all")
+    assert bias[2] > 1e-3 and weight[2] > 1e-3
+    alone = Pupil(features, torch.full((40,), 2), (0,))  # one expert: nothing to tell apart
+    assert not warm_start_clients(layout, start, [alone], WarmStartConfig(rounds=1, steps=3)).any()
 
 
 def test_clients_that_warm_up_together_do_as_each_would_alone():
-    """Also one with fewer examples than a batch: its filling must not count."""
+    """Also one with fewer examples than a batch, and with other experts: its filling must not count."""
     torch.manual_seed(1)
     layout, settings = RouterLayout(8, 6, 3), WarmStartConfig(rounds=1, steps=7, batch_size=10)
     phi = layout.initial(0)
-    pupils = [Pupil(torch.randn(n, 8), torch.randint(0, 3, (n,)), (0, i)) for i, n in enumerate((30, 4, 12))]
+    sizes = ((30, 0, 2), (4, 1, 3), (12, 0, 3))  # examples, and from which expert to which
+    pupils = [Pupil(torch.randn(n, 8), torch.randint(a, b, (n,)), (0, i)) for i, (n, a, b) in enumerate(sizes)]
     together = warm_start_clients(layout, phi, pupils, settings)
     alone = torch.cat([warm_start_clients(layout, phi, [pupil], settings) for pupil in pupils])
     torch.testing.assert_close(together, alone, atol=1e-5, rtol=1e-4)

@@ -2,6 +2,10 @@
 
 Each client trains on its own (feature, expert) pairs, the server averages, a few times over. No backbone
 pass, no task label, and nothing leaves a client that a training round would not send anyway.
+
+A client that has examples of two experts out of four knows how to tell these two apart and nothing about the
+others. So its softmax runs over those two alone (as in FedRS, Li and Zhan, 2021): over all four it would learn that
+the others are never right, and every client that lacks an expert would unlearn what its owners teach.
 """
 
 from __future__ import annotations
@@ -40,10 +44,16 @@ def warm_start_clients(
     features = torch.cat([p.features for p in pupils]).to(device)
     experts = torch.cat([p.experts for p in pupils]).to(device)
     index, weight = _batches([len(p.features) for p in pupils], [p.key for p in pupils], config)
+    absent = None
+    if config.contrast == "own":
+        own = [torch.bincount(p.experts, minlength=layout.experts) for p in pupils]
+        absent = (torch.stack(own) == 0)[:, None].to(device)  # [K, 1, M]
     local = phi.repeat(count, 1).requires_grad_()  # [K, Q]
     optimiser = torch.optim.AdamW([local], lr=config.lr, weight_decay=0.0)
     for rows, share in zip(index.to(device), weight.to(device), strict=True):  # [K, b]
         logits = layout.logits(layout.views(local), features[rows])  # [K, b, M]
+        if absent is not None:
+            logits = logits.masked_fill(absent, float("-inf"))
         losses = F.cross_entropy(logits.flatten(0, 1), experts[rows].flatten(), reduction="none").view_as(share)
         optimiser.zero_grad()
         (losses * share).sum().backward()
@@ -55,13 +65,14 @@ def _batches(
     sizes: Sequence[int], keys: Sequence[tuple[int | str, ...]], config: WarmStartConfig
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Rows of all steps [steps, K, b] in the joined features, and their weights: a small client's batch is filled
-    up with rows of weight 0."""
+    up with its first row, of weight 0."""
     widest = min(config.batch_size, max(sizes))
     index = np.zeros((config.steps, len(sizes), widest), dtype=np.int64)
     weight = np.zeros(index.shape, dtype=np.float32)
     first = 0
     for k, (size, key) in enumerate(zip(sizes, keys, strict=True)):
         rng, batch = np.random.default_rng(stream_key("warm-start", *key)), min(size, widest)
+        index[:, k] = first
         for step in range(config.steps):
             index[step, k, :batch] = first + rng.permutation(size)[:batch]
         weight[:, k, :batch] = 1 / batch
