@@ -11,7 +11,7 @@ Labels are for this alignment and for the table; the routers see features and ex
 
 from __future__ import annotations
 
-import sys
+import argparse
 from collections import Counter
 from collections.abc import Sequence
 
@@ -63,8 +63,12 @@ def warmed_up(workspace: Workspace, experts: Sequence[torch.Tensor], settings: W
     return layout.route(phi, workspace.validation.features)
 
 
-def main(arguments: Sequence[str]) -> None:
-    config = load_config(arguments[0], arguments[1:])
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("recipe", help="a recipe's name or a YAML file")
+    parser.add_argument("overrides", nargs="*", metavar="key=value")
+    arguments = parser.parse_args()
+    config = load_config(arguments.recipe, arguments.overrides)
     workspace = prepare(config, Console()).build(Console())
     experts = align_by_majority(workspace)
     kinds = torch.tensor([list(workspace.tasks).index(label) for label in workspace.validation.labels])
@@ -79,4 +83,4 @@ def main(arguments: Sequence[str]) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    main()
