@@ -56,8 +56,10 @@ def warmed_up(workspace: Workspace, experts: Sequence[torch.Tensor], settings: W
         pupils = [
             Pupil(client.data.features, own, (config.seed, t, client.index))
             for client, own in zip(clients, experts, strict=True)
+            if settings.contrast == "all" or len(own.unique()) > 1
         ]
-        return zip(warm_start_clients(layout, phi, pupils, settings), map(len, clients), strict=True)
+        counts = [len(pupil.features) for pupil in pupils]
+        return zip(warm_start_clients(layout, phi, pupils, settings, settings.contrast), counts, strict=True)
 
     phi = warm_start(layout, layout.initial(config.seed + 1), settings.rounds, updates)
     return layout.route(phi, workspace.validation.features)

@@ -98,10 +98,10 @@ class WarmStartConfig:
     steps: int = setting(20, "Steps of each client between two averages.", low=1)
     lr: float = setting(1e-3, "AdamW rate of the warm start.", low=0.0)
     batch_size: int = setting(64, "Features in a step.", low=1)
-    contrast: Literal["own", "all"] = setting(
-        "own",
-        "Experts that a client's router learns to tell apart: those it has examples of, or all; then it also "
-        "learns that an expert of which it has none is never right, and unlearns what other clients teach.",
+    contrast: Literal["auto", "own", "all"] = setting(
+        "auto",
+        "Experts that a client's router learns to tell apart: its own, which takes clients with several, or all. "
+        "auto is own where that links all experts, and all otherwise.",
     )
 
 

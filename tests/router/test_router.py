@@ -5,7 +5,7 @@ import torch
 
 from fedweave.config import WarmStartConfig
 from fedweave.router.mlp import RouterLayout, sparsify
-from fedweave.router.warmstart import Pupil, warm_start, warm_start_clients
+from fedweave.router.warmstart import Pupil, contrast_of, warm_start, warm_start_clients
 
 
 def test_lanes_of_routers_equal_separate_modules():
@@ -46,7 +46,8 @@ def test_unit_features_have_root_mean_square_one():
     assert layout.inputs(torch.randn(3, 16) * 50).square().mean(-1).tolist() == pytest.approx([1.0] * 3, rel=1e-4)
 
 
-def test_warm_start_learns_the_alignment_labels_from_clients_that_each_see_a_part():
+@pytest.mark.parametrize("contrast", ["own", "all"])
+def test_warm_start_learns_the_alignment_labels_from_clients_that_each_see_a_part(contrast):
     torch.manual_seed(0)
     centres = torch.randn(3, 12) * 3
     clients = []
@@ -59,7 +60,9 @@ def test_warm_start_learns_the_alignment_labels_from_clients_that_each_see_a_par
 
     def updates(phi, t):
         pupils = [Pupil(*client, (1, t, i)) for i, client in enumerate(clients)]
-        return zip(warm_start_clients(layout, phi, pupils, settings), (len(c[0]) for c in clients), strict=True)
+        return zip(
+            warm_start_clients(layout, phi, pupils, settings, contrast), (len(c[0]) for c in clients), strict=True
+        )
 
     phi = warm_start(layout, start, 10, updates)
     features, experts = torch.cat([f for f, _ in clients]), torch.cat([e for _, e in clients])
@@ -78,8 +81,8 @@ def test_a_client_does_not_unlearn_experts_that_it_has_no_example_of():
     pupil = Pupil(features, (features[:, 0] > 0).long(), (0,))  # experts 0 and 1
 
     def change(contrast):
-        settings = WarmStartConfig(rounds=1, steps=30, contrast=contrast)
-        moved = layout.views(warm_start_clients(layout, start, [pupil], settings)[0])
+        settings = WarmStartConfig(rounds=1, steps=30)
+        moved = layout.views(warm_start_clients(layout, start, [pupil], settings, contrast)[0])
         return moved["linear2.bias"].abs(), moved["linear2.weight"].abs().amax(1)
 
     bias, weight = change("own")
@@ -87,7 +90,22 @@ def test_a_client_does_not_unlearn_experts_that_it_has_no_example_of():
     bias, weight = change("all")
     assert bias[2] > 1e-3 and weight[2] > 1e-3
     alone = Pupil(features, torch.full((40,), 2), (0,))  # one expert: nothing to tell apart
-    assert not warm_start_clients(layout, start, [alone], WarmStartConfig(rounds=1, steps=3)).any()
+    assert not warm_start_clients(layout, start, [alone], WarmStartConfig(rounds=1, steps=3), "own").any()
+
+
+@pytest.mark.parametrize(
+    ("assignments", "found"),
+    [
+        ([[0, 1], [1, 2]], "own"),  # 0 and 2 are linked through 1
+        ([[0, 1], [2, 2]], "all"),  # nobody can tell 2 from the others
+        ([[0], [1], [2]], "all"),
+        ([[0, 1], [2], [2, 0]], "own"),
+        ([[0, 1, 2, -1], [-1], []], "own"),  # buckets that were kept apart, a client without any
+    ],
+)
+def test_clients_contrast_their_own_experts_where_that_links_all(assignments, found):
+    assert contrast_of(assignments, 3) == found
+    assert contrast_of(assignments, 3, "all") == "all" and contrast_of(assignments, 3, "own") == "own"
 
 
 def test_clients_that_warm_up_together_do_as_each_would_alone():
@@ -97,7 +115,7 @@ def test_clients_that_warm_up_together_do_as_each_would_alone():
     phi = layout.initial(0)
     sizes = ((30, 0, 2), (4, 1, 3), (12, 0, 3))  # examples, and from which expert to which
     pupils = [Pupil(torch.randn(n, 8), torch.randint(a, b, (n,)), (0, i)) for i, (n, a, b) in enumerate(sizes)]
-    together = warm_start_clients(layout, phi, pupils, settings)
-    alone = torch.cat([warm_start_clients(layout, phi, [pupil], settings) for pupil in pupils])
+    together = warm_start_clients(layout, phi, pupils, settings, "own")
+    alone = torch.cat([warm_start_clients(layout, phi, [pupil], settings, "own") for pupil in pupils])
     torch.testing.assert_close(together, alone, atol=1e-5, rtol=1e-4)
     assert together.abs().max() > 1e-3

@@ -109,14 +109,14 @@ class ShardedEngine(InProcessEngine):
                 yield m, tensors[str(c)], 1.0
 
     def router_updates(
-        self, method: Method, router: RouterLayout, phi: torch.Tensor, t: int
+        self, method: Method, router: RouterLayout, phi: torch.Tensor, t: int, pupils: Sequence[Any], contrast: str
     ) -> Iterator[tuple[torch.Tensor, int]]:
-        mine = self._mine(self.clients)
+        mine = self._mine(pupils)
         own = (
             Letter(to_arrays({"delta": delta}))
-            for delta, _ in (method.warm_router(self, mine, router, phi, t) if mine else ())
+            for delta, _ in (method.warm_router(self, mine, router, phi, t, contrast) if mine else ())
         )
-        for client, letter in self._all(self.clients, own):
+        for client, letter in self._all(pupils, own):
             yield to_tensors(letter.arrays)["delta"].to(phi.device), len(client)
 
     def answers(

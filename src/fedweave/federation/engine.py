@@ -70,9 +70,9 @@ class Engine(ABC):
 
     @abstractmethod
     def router_updates(
-        self, method: Method, router: RouterLayout, phi: torch.Tensor, t: int
+        self, method: Method, router: RouterLayout, phi: torch.Tensor, t: int, pupils: Sequence[Any], contrast: str
     ) -> Iterator[tuple[torch.Tensor, int]]:
-        """(Δφ, |D_i|) of every client after one round of the router's warm start."""
+        """(Δφ, |D_i|) of some clients after one round of the router's warm start."""
 
     @abstractmethod
     def answers(
@@ -133,10 +133,10 @@ class InProcessEngine(Engine):
             yield m, adapter, 1.0
 
     def router_updates(
-        self, method: Method, router: RouterLayout, phi: torch.Tensor, t: int
+        self, method: Method, router: RouterLayout, phi: torch.Tensor, t: int, pupils: Sequence[Any], contrast: str
     ) -> Iterator[tuple[torch.Tensor, int]]:
-        for group in _groups(self.clients):
-            yield from method.warm_router(self, group, router, phi, t)
+        for group in _groups(pupils):
+            yield from method.warm_router(self, group, router, phi, t, contrast)
 
     def answers(
         self, method: Method, state: ServerState, participants: Sequence[Client], t: int, courier: Courier

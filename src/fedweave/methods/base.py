@@ -109,14 +109,20 @@ class Method(ABC):
             yield Prototypes(client.sizes, torch.empty(0, 0), assignment=[0])
 
     def warm_router(
-        self, bench: InProcessEngine, clients: Sequence[Client], router: RouterLayout, phi: torch.Tensor, t: int
+        self,
+        bench: InProcessEngine,
+        clients: Sequence[Client],
+        router: RouterLayout,
+        phi: torch.Tensor,
+        t: int,
+        contrast: str,
     ) -> Iterator[tuple[torch.Tensor, int]]:
         """(Δφ, |D_i|) of the clients after round t of the router's warm start, which learns the labels a(i,c)."""
         pupils = [
             Pupil(client.data.features, client.example_experts(), (self.config.seed, t, client.index))
             for client in clients
         ]
-        deltas = warm_start_clients(router, phi, pupils, self.config.router.warm_start)
+        deltas = warm_start_clients(router, phi, pupils, self.config.router.warm_start, contrast)
         yield from zip(deltas, map(len, clients), strict=True)
 
     def lane(self, client: Client, state: ServerState, t: int) -> Lane:

@@ -21,7 +21,7 @@ from fedweave.federation.engine import Engine, InProcessEngine
 from fedweave.federation.spool import Spool
 from fedweave.methods.base import Method, ServerState
 from fedweave.router.mlp import RouterLayout, vote
-from fedweave.router.warmstart import warm_start
+from fedweave.router.warmstart import contrast_of, warm_start
 
 _SHOWN_PROTOTYPES = 512  # more distances than that are nothing to read, and a large file
 
@@ -167,16 +167,23 @@ class FedWeave(Method):
         settings = self.config.router.warm_start
         return settings.rounds if settings.enabled and experts > 1 else 0
 
+    def pupils(self, engine: Engine, experts: int) -> tuple[str, list[Any]]:
+        """Over which experts the router's warm start runs, and the clients that have something to tell apart."""
+        clients, asked = engine.clients, self.config.router.warm_start.contrast
+        contrast = contrast_of([client.assignment for client in clients], experts, asked)
+        return contrast, [c for c in clients if contrast == "all" or len(set(c.assignment)) > 1]
+
     def start_router(self, engine: Engine, router: RouterLayout, phi: torch.Tensor) -> torch.Tensor:
         """φ⁰ [Q]: random, or warmed up on the labels a(i,c)."""
         settings = self.config.router.warm_start
         if not self.warm_start_rounds(router.experts):
             return phi
-        total = settings.rounds * len(engine.clients)
+        contrast, pupils = self.pupils(engine, router.experts)
+        total = settings.rounds * len(pupils)
         progress = engine.console.progress("router warm start", total, "client rounds")
 
         def updates(phi: torch.Tensor, t: int) -> Iterator[tuple[torch.Tensor, int]]:
-            for update in engine.router_updates(self, router, phi, t):
+            for update in engine.router_updates(self, router, phi, t, pupils, contrast):
                 yield update
                 progress.advance()
 
@@ -191,12 +198,14 @@ class FedWeave(Method):
         for every expert that it serves, and the router of the warm start back and forth."""
         signer = self.signatures(engine)
         warm = 4 * router.size * self.warm_start_rounds(layout.experts)
+        taught = {client.name for client in self.pupils(engine, layout.experts)[1]}
         signature = sum(signer.widths) * signer.dtype.itemsize
         adapter = 4 * signer.layout.size
         return {
             client.name: {
-                "up": signature * len(client.sizes) + adapter * len(set(client.assignment)) + warm,
-                "down": warm,
+                "up": signature * len(client.sizes) + adapter * len(set(client.assignment)) + warms,
+                "down": warms,
             }
             for client in engine.clients
+            for warms in [warm if client.name in taught else 0]
         }

@@ -5,7 +5,9 @@ pass, no task label, and nothing leaves a client that a training round would not
 
 A client that has examples of two experts out of four knows how to tell these two apart and nothing about the
 others. So its softmax runs over those two alone (as in FedRS, Li and Zhan, 2021): over all four it would learn that
-the others are never right, and every client that lacks an expert would unlearn what its owners teach.
+the others are never right, and every client that lacks an expert would unlearn what its owners teach. A client of
+one expert has nothing to tell apart and is not asked. That needs clients whose experts overlap: where some experts
+are linked by no chain of clients, everybody learns over all.
 """
 
 from __future__ import annotations
@@ -32,11 +34,23 @@ class Pupil:
     key: tuple[int | str, ...]  # names this client and round
 
 
+def contrast_of(assignments: Sequence[Sequence[int]], experts: int, asked: str = "auto") -> str:
+    """Over which experts clients learn: own where clients with several link every expert to every other, or all."""
+    if asked != "auto":
+        return asked
+    linked = [{m} for m in range(experts)]
+    for own in map(set, assignments):
+        if touched := [group for group in linked if group & own]:
+            linked = [group for group in linked if not group & own] + [set().union(*touched)]
+    return "own" if len(linked) == 1 else "all"
+
+
 def warm_start_clients(
     layout: RouterLayout,
     phi: torch.Tensor,  # [Q] broadcast state
     pupils: Sequence[Pupil],
     config: WarmStartConfig,
+    contrast: str,  # own or all
 ) -> torch.Tensor:
     """Δφ [K, Q] of K clients, each after ``config.steps`` steps of cross-entropy on its own alignment labels. They
     march together: everything is a row of its own, so none sees the others."""
@@ -45,7 +59,7 @@ def warm_start_clients(
     experts = torch.cat([p.experts for p in pupils]).to(device)
     index, weight = _batches([len(p.features) for p in pupils], [p.key for p in pupils], config)
     absent = None
-    if config.contrast == "own":
+    if contrast == "own":
         own = [torch.bincount(p.experts, minlength=layout.experts) for p in pupils]
         absent = (torch.stack(own) == 0)[:, None].to(device)  # [K, 1, M]
     local = phi.repeat(count, 1).requires_grad_()  # [K, Q]

@@ -248,10 +248,11 @@ class FlowerEngine(Engine):
                 yield from found
 
     def router_updates(
-        self, method: Method, router: RouterLayout, phi: torch.Tensor, t: int
+        self, method: Method, router: RouterLayout, phi: torch.Tensor, t: int, pupils: Sequence[Any], contrast: str
     ) -> Iterator[tuple[torch.Tensor, int]]:
-        letter = Letter(to_arrays({"phi": phi}), {"t": t, **router_facts(router)})
-        for client, answer in self.post.ask("warm", self._here(), letter):
+        letter = Letter(to_arrays({"phi": phi}), {"t": t, "contrast": contrast, **router_facts(router)})
+        here = [client for client in pupils if client.node is not None]
+        for client, answer in self.post.ask("warm", here, letter):
             try:
                 yield read_router_update(answer, router.size, len(client))
             except Refused as reason:

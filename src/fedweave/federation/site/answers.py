@@ -153,7 +153,8 @@ class Site:
         router, facts = read_router(letter), dict[str, Any](letter.facts)
         assert router is not None
         phi = to_tensors(letter.arrays)["phi"].to(seat.bench.device)
-        ((delta, samples),) = seat.method.warm_router(seat.bench, [seat.client], router, phi, facts["t"])
+        told = seat.method.warm_router(seat.bench, [seat.client], router, phi, facts["t"], facts["contrast"])
+        ((delta, samples),) = told
         return router_letter(delta, samples)
 
     def train(self, letter: Letter) -> Letter:

@@ -81,7 +81,8 @@ def rehearsal(site: Site, config: Config) -> Iterator[tuple[str, Letter]]:
         router = RouterLayout(known["width"], config.router.hidden, experts, config.router.features)
         phi = router.initial(0)
         if isinstance(method, FedWeave) and method.warm_start_rounds(experts):
-            yield "warm", ask("warm", Letter(to_arrays({"phi": phi}), {"t": 0, **router_facts(router)}))
+            lesson = {"t": 0, "contrast": "own", **router_facts(router)}
+            yield "warm", ask("warm", Letter(to_arrays({"phi": phi}), lesson))
     routers = phi.repeat(experts if isinstance(method, FedLEASE) else 1, 1) if phi is not None else None
     shares = [1 / len(routers)] * len(routers) if routers is not None else [1.0]
     state = ServerState(layout, router, layout.initial(config.seed), routers, shares)
