@@ -24,8 +24,9 @@ def test_flower_gives_the_experts_and_router_of_the_in_process_run(method, confi
     federation = Federation(config, models)
     _, final, reports = federation.run()
     assert all(len(report.accepted) == 3 for report in reports) and "warning" not in federation.said
-    # an expert whose weight is near 0 has gradients near rounding, which Adam magnifies
-    assert (final.theta - expected.theta).abs().max() <= 1e-4
+    # two of its 1,792 numbers differ by more than 1e-5: single gradients near rounding, which Adam magnifies
+    limit = 1e-4 if method == "without-prototype-expert" else 2e-5
+    assert (final.theta - expected.theta).abs().max() <= limit
     if expected.phi is not None:
         assert (final.phi - expected.phi).abs().max() <= 2e-5
 
