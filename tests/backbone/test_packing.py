@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from fedweave.backbone.packing import attend, pack, token_budget_batches
+from fedweave.backbone.packing import attend, pack, packed_attention, token_budget_batches
 from tests.conftest import FAMILIES
 
 
@@ -67,6 +67,22 @@ def test_attention_does_not_depend_on_who_is_packed_beside():
     together = attended([0, 1, 2, 3, 4])
     for i, whole in enumerate(together):
         assert torch.equal(whole, attended([i])[0]) and torch.equal(whole, attended([i, 3])[0])
+
+
+@pytest.mark.parametrize("window", [None, 20])
+def test_a_decoding_step_sees_its_row_so_far_and_within_its_window(window):
+    gen = torch.Generator().manual_seed(3)
+    rows, heads, kv, length, width = 5, 6, 2, 48, 8
+    query = torch.randn(rows, heads, 1, width, generator=gen)
+    key, value = torch.randn(2, rows, kv, length, width, generator=gen)
+    last = torch.tensor([0, 7, 19, 33, 47])
+    out, _ = packed_attention(None, query, key, value, None, sliding_window=window, last=last)
+    for row, end in enumerate(last.tolist()):
+        seen = slice(max(0, end + 1 - (window or length)), end + 1)
+        for head in range(heads):
+            k, v = key[row, head // (heads // kv), seen], value[row, head // (heads // kv), seen]
+            weights = (k @ query[row, head, 0] / width**0.5).softmax(0)
+            torch.testing.assert_close(out[row, 0, head], weights @ v)
 
 
 def test_token_budget_batches_cover_everything_once_within_budget():

@@ -113,6 +113,14 @@ def test_recorded_decoding_equals_eager_decoding(on_gpu, monkeypatch):
     assert replayed == eager
 
 
+def test_a_decoding_step_repeats_to_the_last_bit():
+    query = torch.randn(400, 9, 1, 64, device="cuda").bfloat16()
+    key, value = torch.randn(2, 400, 3, 600, 64, device="cuda").bfloat16()
+    last = torch.randint(600, (400,), device="cuda")
+    one, *others = (packing.packed_attention(None, query, key, value, None, last=last)[0] for _ in range(8))
+    assert all(torch.equal(one, other) for other in others)
+
+
 def test_a_finished_trainer_gives_its_memory_back(on_gpu):
     layout = AdapterLayout.of(on_gpu.linear_layers(TARGETS), 8, 3)
     router = RouterLayout(on_gpu.width, 16, 3)

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -22,12 +23,14 @@ from typing import Any
 import numpy as np
 import torch
 import torch.nn.functional as F
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from fedweave.kernels import TRITON, to_device
 from fedweave.kernels.attention import LONGEST, WIDEST, sequence_tiles, short_attention
 from fedweave.kernels.lanes import Lanes
 
 ATTENTION = "fedweave_packed"
+_REPEATING = [SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 
 
 @dataclass
@@ -274,7 +277,11 @@ def _decode(
         seen = seen & (distance < window)
     seen = seen[:, None, None]  # [rows, 1, 1, L]
     if softcap is None:
-        return F.scaled_dot_product_attention(query, key, value, seen, scale=scaling, enable_gqa=True)
+        # Not cuDNN's kernel, torch's first choice on a Hopper GPU, which rounds differently from call to call.
+        # The others would copy keys for each query head, so a key head's query heads are its queries.
+        queries = query.reshape(query.shape[0], key.shape[1], -1, query.shape[3])  # [rows, kv_heads, group, D]
+        with sdpa_kernel(_REPEATING) if query.is_cuda else nullcontext():
+            return F.scaled_dot_product_attention(queries, key, value, seen, scale=scaling).reshape(query.shape)
     return _capped(query, key, value, ~seen, scaling or query.shape[-1] ** -0.5, softcap)
 
 
