@@ -72,6 +72,13 @@ def test_rows_that_look_equal_are_marked_alike():
     assert text.count("| **0.5000** |") >= 2 and "<u>0.7000</u>" in text
 
 
+def test_a_row_with_nobody_behind_it_is_not_called_the_best():
+    alone = Results.of([(cell(method="fedit", seed=1), summary("fedit", 1, 0.5, 0.5, 0.5))])
+    assert (
+        alone.ranks("loss macro") == {} and "| 0.5000 |" in markdown(alone) and "**0.5000**" not in markdown(alone)
+    )
+
+
 def test_paired_test_uses_common_seeds(results):
     from scipy.stats import ttest_rel
 

@@ -87,7 +87,7 @@ class Results:
 
     def ranks(self, column: str) -> dict[Row, int]:
         """0 for the best row of a column, 1 for the second, and so on, judged by common seeds where there are any;
-        rows that look equal share their rank, upper bounds have none."""
+        rows that look equal share their rank. Upper bounds have none, nor has anyone where nobody is behind."""
         sign = 1 if not column.startswith(("score", *_AGREEMENT)) else -1
         shown = {
             row: sign * round(float(np.mean(figures[column].over(self.common) or figures[column].values)), 4)
@@ -95,6 +95,8 @@ class Results:
             if column in figures and row not in self.bounds
         }
         order = sorted(set(shown.values()))
+        if len(order) < 2:
+            return {}
         return {row: order.index(shown[row]) for row in sorted(shown, key=lambda row: shown[row])}
 
     def paired(self, column: str) -> dict[Row, float]:

@@ -39,7 +39,7 @@ def task_losses(group: Group) -> Picture | None:
         band(ax, group.curve("tasks", "macro"), "macro average", color=INK, linewidth=2.4)
     ax.set_ylabel("validation loss")
     whole_rounds(ax)
-    legend(ax, ncols=3)
+    legend(ax)
     return Picture("loss-by-task", "Validation loss by task", f"Lower is better.{seeds_note([group])}", figure)
 
 
@@ -55,7 +55,7 @@ def site_losses(run: RunRecord) -> Picture | None:
     band(ax, {e["round"]: [e["loss"]] for e in run.validations}, "all examples", color=INK, linewidth=2.4)
     ax.set_ylabel("validation loss")
     whole_rounds(ax)
-    legend(ax, ncols=3)
+    legend(ax)
     return Picture(
         "loss-by-site", "Validation loss at every site", "Measured by each site on its own rows.", figure
     )
@@ -70,7 +70,7 @@ def task_scores(group: Group) -> Picture | None:
         band(ax, group.curve("scores", task), title, **line_style(i))
     ax.set_ylabel("validation score")
     whole_rounds(ax)
-    legend(ax, ncols=3)
+    legend(ax)
     return Picture("score-by-task", "Validation score by task", f"Higher is better.{seeds_note([group])}", figure)
 
 
@@ -84,7 +84,7 @@ def method_losses(groups: Sequence[Group]) -> Picture | None:
         band(ax, curve, group.label, **line_style(i))
     ax.set_ylabel("macro validation loss")
     whole_rounds(ax)
-    legend(ax, ncols=2 if len(groups) < 7 else 3)
+    legend(ax)
     caption = f"Lower is better.{_frame_training(ax, curves)}{seeds_note(groups)}"
     return Picture("loss-by-method", "Macro loss of every experiment", caption, figure)
 
@@ -168,7 +168,7 @@ def test_scores(groups: Sequence[Group]) -> Picture | None:
     ax.set_xticks(np.arange(0, 1.01, 0.2))
     ax.grid(axis="y", visible=False)
     if len(groups) > 1:
-        legend(ax, ncols=2 if len(groups) < 7 else 3)
+        legend(ax)
     dots = " Dots: single seeds." if any(len(g.runs) > 1 for g in groups) else ""
     return Picture("test-score", "Test score by task", f"Best round by validation; higher is better.{dots}", figure)
 
@@ -204,7 +204,7 @@ def router_entropy(groups: Sequence[Group]) -> Picture | None:
     ax.set(ylabel="entropy / log M", ylim=(-0.02, 1.02))
     whole_rounds(ax)
     if len(groups) > 1:
-        legend(ax, ncols=2)
+        legend(ax)
     caption = "0: every prompt has one clear expert; 1: the router cannot tell experts apart."
     return Picture("router-entropy", "Router entropy", caption + seeds_note(groups), figure)
 

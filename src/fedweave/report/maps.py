@@ -224,7 +224,7 @@ def _scatter(
         label = names[hue] if names else None
         ax.scatter(*chosen.T, s=size, color=colour(hue), alpha=0.75, linewidths=0, label=label,
                    marker=MARKERS[mark % len(MARKERS)])  # fmt: skip
-    legend(ax, ncols=3)
+    legend(ax)
     return Picture(f"prompts-{by}", f"Prompts by {by}", caption, figure)
 
 

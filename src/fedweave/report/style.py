@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import io
 import re
+import textwrap
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -136,16 +137,25 @@ def bare_axes(ax: Axes) -> None:
     ax.tick_params(length=0)
 
 
-def legend(ax: Axes, **options: Any) -> None:
-    """A row of names above the plot: it hides nothing and wraps on its own line."""
+def legend(ax: Axes) -> None:
+    """Names above the plot, in as many columns as there is room for. They hide nothing: the figure grows by what
+    they take beyond two lines, and a name that is too long is wrapped."""
     handles, labels = ax.get_legend_handles_labels()
     if not handles:
         return
-    settings: dict[str, Any] = {
-        "loc": "lower left", "bbox_to_anchor": (0, 1.0), "ncols": min(4, len(labels)), "frameon": False,
-        "fontsize": 9, "labelcolor": INK, "handlelength": 1.4, "columnspacing": 1.2, "borderaxespad": 0.2,
-    }  # fmt: skip
-    ax.legend(handles, labels, **{**settings, **options})
+    figure: Any = ax.figure
+    grid = ax.get_gridspec()
+    width, height = figure.get_size_inches()
+    room = width / (grid.ncols if grid else 1) - 0.7  # inches, without the axis on the left
+    labels = [textwrap.fill(label, int((room - 0.4) / 0.07)) for label in labels]
+    longest = max(len(line) for label in labels for line in label.split("\n"))
+    columns = min(len(labels), max(1, int(room / (0.4 + 0.07 * longest))))
+    lines = -(-sum(label.count("\n") + 1 for label in labels) // columns)
+    figure.set_size_inches(width, height + 0.17 * max(0, lines - 2))
+    ax.legend(
+        handles, labels, loc="lower left", bbox_to_anchor=(0, 1.0), ncols=columns, frameon=False, fontsize=9,
+        labelcolor=INK, handlelength=1.4, columnspacing=1.2, borderaxespad=0.2,
+    )  # fmt: skip
 
 
 def band(ax: Axes, curve: dict[int, list[float]], label: str, **style: Any) -> None:

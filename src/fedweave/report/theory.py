@@ -34,7 +34,7 @@ def contamination(run: RunRecord) -> Picture | None:
     ax.set(xlabel="share of off-pattern weight", ylim=(len(alive) - 0.4, -0.6))
     ax.set_xlim(left=0)
     ax.grid(axis="y", visible=False)
-    legend(ax, ncols=2)
+    legend(ax)
     caption = "The measured contamination χ of every expert stays below the sum of its three sources (the bars)."
     return Picture("contamination", "What contaminates experts", caption, figure)
 

@@ -44,7 +44,7 @@ def routing_trade_off(groups: Sequence[Group]) -> Picture | None:
     ax.set(xlabel="ms per prompt", ylabel="macro test score")
     ax.margins(0.22)
     if len(groups) > 1:
-        legend(ax, ncols=2)
+        legend(ax)
     caption = "One, two or all experts of the same model (the paper's Figure 4); up and left is better."
     return Picture("sparse-trade-off", "What sparse inference costs and saves", caption, figure)
 
@@ -97,7 +97,7 @@ def loss_for_bytes(groups: Sequence[Group]) -> Picture | None:
                 linewidth=1.9, label=group.label, **line_style(i))  # fmt: skip
     ax.set(xlabel="uploaded by all clients so far, MB", ylabel="macro validation loss")
     if len(shown) > 1:
-        legend(ax, ncols=2)
+        legend(ax)
     return Picture("loss-for-bytes", "Loss for bytes", "Updates in float32, counted as they were sent.", figure)
 
 
