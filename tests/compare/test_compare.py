@@ -7,7 +7,7 @@ import pytest
 
 from fedweave.cli import main
 from fedweave.compare.grid import Cell, Runner, cells, comparison_names, load_comparison
-from fedweave.compare.tables import Results, choose_best, latex, markdown
+from fedweave.compare.tables import Results, choose_best, holm, latex, markdown
 from fedweave.config import Config, load_config
 from fedweave.console import Console
 from fedweave.errors import UserError
@@ -70,6 +70,12 @@ def test_rows_that_look_equal_are_marked_alike():
     runs = [("a", 0.50001), ("b", 0.50004), ("c", 0.7)]
     text = markdown(Results.of([(cell(method=m), summary(m, 1, loss, 0.5)) for m, loss in runs]))
     assert text.count("| **0.5000** |") >= 2 and "<u>0.7000</u>" in text
+
+
+def test_tests_are_corrected_for_their_number():
+    found = holm({("a",): 0.03, ("b",): 0.01, ("c",): 0.04, ("d",): 0.9})
+    assert found == pytest.approx({("b",): 0.04, ("a",): 0.09, ("c",): 0.09, ("d",): 0.9})
+    assert max(holm({("a",): 0.6, ("b",): 0.7}).values()) == 1.0
 
 
 def test_a_row_with_nobody_behind_it_is_not_called_the_best():

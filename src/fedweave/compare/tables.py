@@ -191,10 +191,24 @@ def markdown(results: Results) -> str:
             parts.append(f"**{title}**\n\n" + _markdown_table(results, columns))
     for column in ("loss macro", "score macro"):
         if column in results.columns and (tests := results.paired(column)):
-            listed = ", ".join(f"{' '.join(row)} p = {p:.3f}" for row, p in tests.items())
-            parts.append(f"Paired t-test over seeds of the best against each, {results.title(column)}: {listed}.")
+            corrected, many = holm(tests), len(tests) > 1
+            listed = ", ".join(
+                f"{' '.join(row)}: {p:.3f}" + (f" ({corrected[row]:.3f})" if many else "")
+                for row, p in tests.items()
+            )
+            what = f"p (after Holm's correction for {len(tests)} tests)" if many else "p"
+            parts.append(f"Paired t-test of the best against each, {results.title(column)}, {what}: {listed}.")
     parts += [f"Note: {note}" for note in [*results.caveats(), *results.notes]]
     return "\n\n".join(parts) + "\n"
+
+
+def holm(tests: dict[Row, float]) -> dict[Row, float]:
+    """p of each test as one of so many: Holm's step-down correction of a family of tests."""
+    corrected, largest = {}, 0.0
+    for place, (row, p) in enumerate(sorted(tests.items(), key=lambda test: test[1])):
+        largest = max(largest, min(1.0, p * (len(tests) - place)))
+        corrected[row] = largest
+    return corrected
 
 
 def _markdown_table(results: Results, columns: list[str]) -> str:
