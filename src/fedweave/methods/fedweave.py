@@ -198,14 +198,15 @@ class FedWeave(Method):
         for every expert that it serves, and the router of the warm start back and forth."""
         signer = self.signatures(engine)
         warm = 4 * router.size * self.warm_start_rounds(layout.experts)
-        taught = {client.name for client in self.pupils(engine, layout.experts)[1]}
+        warmed = {client.name: warm for client in self.pupils(engine, layout.experts)[1]}
         signature = sum(signer.widths) * signer.dtype.itemsize
         adapter = 4 * signer.layout.size
         return {
             client.name: {
-                "up": signature * len(client.sizes) + adapter * len(set(client.assignment)) + warms,
-                "down": warms,
+                "up": signature * len(client.sizes)
+                + adapter * len(set(client.assignment))
+                + warmed.get(client.name, 0),
+                "down": warmed.get(client.name, 0),
             }
             for client in engine.clients
-            for warms in [warm if client.name in taught else 0]
         }
