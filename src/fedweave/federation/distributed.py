@@ -7,6 +7,7 @@ the same order as a single process would, and only the first writes the run fold
 
 from __future__ import annotations
 
+import atexit
 import os
 from collections.abc import Iterator, Sequence
 from datetime import timedelta
@@ -64,6 +65,8 @@ def world() -> World | None:
     if size == 1 or "MASTER_ADDR" not in os.environ:
         return None
     dist.init_process_group("gloo", timeout=timedelta(hours=12))  # the first process tests while the others wait
+    # a thread of gloo that lets go of its last letter after Python has ended would abort the process
+    atexit.register(dist.destroy_process_group)
     return World(rank, size)
 
 
