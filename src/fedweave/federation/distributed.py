@@ -32,14 +32,21 @@ if TYPE_CHECKING:
     from fedweave.methods.base import Method, ServerState
 
 _KEPT = "kept"
+PATIENCE = timedelta(hours=12)  # the first process tests while the others wait
 T = TypeVar("T")
 
 
 class World:
-    """The processes of this run."""
+    """The processes of this run.
+
+    Their group is their own, not torch's default: modules of torch keep the default one in their functions'
+    arguments, and a group must end before Python does. A thread of gloo that lets go of its last letter
+    afterwards aborts the process.
+    """
 
     def __init__(self, rank: int, size: int):
         self.rank, self.size = rank, size
+        self.group: dist.ProcessGroup | None = dist.new_group(timeout=PATIENCE)
 
     def pass_on(self, owner: int, letter: Letter | None) -> Letter:
         """A letter of process ``owner``, known to all afterwards. It is bytes: nothing is unpickled."""
@@ -47,14 +54,19 @@ class World:
             assert letter is not None
             content = torch.from_numpy(np.frombuffer(letter.to_bytes(), dtype=np.uint8).copy())
         length = torch.tensor([len(content) if self.rank == owner else 0])
-        dist.broadcast(length, owner)
+        dist.broadcast(length, owner, self.group)
         if self.rank != owner:
             content = torch.empty(int(length), dtype=torch.uint8)
-        dist.broadcast(content, owner)
+        dist.broadcast(content, owner, self.group)
         return letter if self.rank == owner and letter is not None else Letter.from_bytes(content.numpy().tobytes())
 
     def wait(self) -> None:
-        dist.barrier()
+        dist.barrier(self.group)
+
+    def leave(self) -> None:
+        """The end of the group, once nobody holds it."""
+        self.group = None
+        dist.destroy_process_group()
 
 
 @lru_cache(maxsize=1)
@@ -64,10 +76,10 @@ def world() -> World | None:
     size, rank = int(os.environ.get("WORLD_SIZE", 1)), int(os.environ.get("RANK", 0))
     if size == 1 or "MASTER_ADDR" not in os.environ:
         return None
-    dist.init_process_group("gloo", timeout=timedelta(hours=12))  # the first process tests while the others wait
-    # a thread of gloo that lets go of its last letter after Python has ended would abort the process
-    atexit.register(dist.destroy_process_group)
-    return World(rank, size)
+    dist.init_process_group("gloo", timeout=PATIENCE)
+    joined = World(rank, size)
+    atexit.register(joined.leave)
+    return joined
 
 
 class ShardedEngine(InProcessEngine):
