@@ -12,7 +12,7 @@ import os
 from collections.abc import Iterator, Sequence
 from datetime import timedelta
 from functools import lru_cache
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -33,7 +33,6 @@ if TYPE_CHECKING:
 
 _KEPT = "kept"
 PATIENCE = timedelta(hours=12)  # the first process tests while the others wait
-T = TypeVar("T")
 
 
 class World:
