@@ -57,14 +57,19 @@ def test_it_follows_a_run_that_goes_on(tmp_path, small, capsys):
 
 
 def test_the_page_is_written_again_until_the_run_ends(finished, monkeypatch, capsys):
-    monkeypatch.setattr("fedweave.report.REFRESH", 0.1)
-    done = (finished / "progress.json").read_text()
+    done, looks = (finished / "progress.json").read_text(), []
     (finished / "progress.json").write_text(
         json.dumps({**json.loads(done), "state": "running", "pid": os.getpid()})
     )
-    end = threading.Timer(0.5, lambda: (finished / "progress.json").write_text(done))
-    end.start()
+
+    def pause(seconds: float) -> None:
+        looks.append((finished / "report.html").read_text())
+        if len(looks) == 2:  # the run ends between two looks
+            (finished / "progress.json").write_text(done)
+
+    monkeypatch.setattr("fedweave.cli.show.time.sleep", pause)
     assert main(["report", str(finished), "--watch"]) == 0
     page = (finished / "report.html").read_text()
-    assert "refreshes itself" in capsys.readouterr().err and 'http-equiv="refresh"' not in page
-    assert ">finished<" in page
+    assert "refreshes itself" in capsys.readouterr().err
+    assert len(looks) == 2 and all('http-equiv="refresh"' in look for look in looks)
+    assert 'http-equiv="refresh"' not in page and ">finished<" in page
