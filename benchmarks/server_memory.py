@@ -32,7 +32,7 @@ def server(clients: int) -> dict:
     from fedweave.federation.parcel import Courier, Parcel
     from fedweave.federation.rounds import federate
     from fedweave.methods import build_method
-    from fedweave.methods.base import ServerState
+    from fedweave.federation.state import ServerState
     from fedweave.router.mlp import RouterLayout
 
     identity = {"backbone": "tiny", "tokenizer": "tiny"}

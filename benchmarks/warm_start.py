@@ -34,9 +34,9 @@ TRIED = [
 def align_by_majority(workspace: Workspace) -> list[torch.Tensor]:
     """The expert of every example, client by client: the task that leads in its bucket."""
     method, tasks = build_method(workspace.config), list(workspace.tasks)
-    method.form_buckets(workspace.engine, workspace.engine.clients)
+    method.form_buckets(workspace.engine, workspace.engine.members)
     experts = []
-    for client, labels in zip(workspace.engine.clients, workspace.client_labels, strict=True):
+    for client, labels in zip(workspace.engine.members, workspace.client_labels, strict=True):
         own = torch.empty(len(labels), dtype=torch.long)
         for bucket in client.buckets:
             leading = Counter(labels[i] for i in bucket).most_common(1)[0][0]
@@ -47,7 +47,7 @@ def align_by_majority(workspace: Workspace) -> list[torch.Tensor]:
 
 def warmed_up(workspace: Workspace, experts: Sequence[torch.Tensor], settings: WarmStartConfig) -> torch.Tensor:
     """Router weights of the validation prompts after the federated warm start, [n, M]."""
-    config, clients = workspace.config, workspace.engine.clients
+    config, clients = workspace.config, workspace.engine.members
     layout = RouterLayout(
         workspace.engine.width, config.router.hidden, len(workspace.tasks), config.router.features
     )

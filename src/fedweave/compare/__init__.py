@@ -12,7 +12,7 @@ from fedweave.compare.tables import Results, as_csv, choose_best, latex, markdow
 from fedweave.console import Console
 from fedweave.errors import UserError
 from fedweave.federation.checkpoint import write_atomic
-from fedweave.federation.distributed import world
+from fedweave.federation.engines.distributed import world
 
 
 def compare(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -16,7 +16,7 @@ from fedweave.backbone.load import Backbone
 from fedweave.config import Config, dump_config, load_config
 from fedweave.console import Console
 from fedweave.errors import UserError
-from fedweave.experts.layout import AdapterLayout
+from fedweave.experts.layout import AdapterLayout, Shaped
 from fedweave.federation.checkpoint import (
     load_checkpoint,
     prune,
@@ -25,13 +25,13 @@ from fedweave.federation.checkpoint import (
     save_checkpoint,
     write_atomic,
 )
-from fedweave.methods.base import ServerState
+from fedweave.federation.state import ServerState
 from fedweave.router.mlp import RouterLayout
 from fedweave.runs.loggers import Loggers
 from fedweave.settings import to_tree
 
 if TYPE_CHECKING:
-    from fedweave.runs.run import Ground
+    from fedweave.runs.run import RunContext
 
 # Keys that a resumed run may change: they do not alter what was already computed.
 FREE_KEYS = (
@@ -127,14 +127,14 @@ class RunFolder:
 
     # ---------------------------------------------------------------------------------- checkpoints
 
-    def save(self, ground: Ground, progress: Progress) -> None:
+    def save(self, context: RunContext, progress: Progress) -> None:
         """Everything that resuming needs. The best state rides along only while it is not the current one."""
         state, best = progress.state, progress.best
         tensors = state.tensors()
         if progress.best_round != progress.completed:
             moved = {name: tensor for name, tensor in best.tensors().items() if tensor is not tensors.get(name)}
             tensors |= {f"best_{name}": tensor for name, tensor in moved.items()}
-        tensors |= ground.engine.memories()
+        tensors |= context.engine.memories()
         meta = {
             "completed": progress.completed,
             "best_round": progress.best_round,
@@ -146,10 +146,10 @@ class RunFolder:
             "shares": state.shares,
             "norms": state.norms,
             "report": state.report,
-            "clients": [client.record() for client in ground.engine.clients],
+            "clients": [client.record() for client in context.engine.members],
             "metrics_bytes": self.metrics.stat().st_size,
-            "config": config_hash(ground.config),
-            "backbone": ground.backbone.fingerprint,
+            "config": config_hash(context.config),
+            "backbone": context.backbone.fingerprint,
         }
         save_checkpoint(self.checkpoints, round_name(progress.completed), tensors, meta)
         prune(self.checkpoints, keep={round_name(0)})
@@ -165,18 +165,18 @@ class RunFolder:
     def newest(self, console: Console) -> Snapshot | None:
         return next(self.snapshots(console), None)
 
-    def load(self, ground: Ground, console: Console) -> Progress | None:
-        """Put the newest checkpoint back onto the ground, to go on from there; None when there is none yet."""
+    def load(self, context: RunContext, console: Console) -> Progress | None:
+        """Put the newest checkpoint back onto the context, to go on from there; None when there is none yet."""
         snapshot = self.newest(console)
         if snapshot is None:
             _truncate(self.metrics, 0)  # killed before the first checkpoint: begin again
             return None
-        snapshot.check(ground.config, ground.backbone)
+        snapshot.check(context.config, context.backbone)
         meta = snapshot.meta
         _truncate(self.metrics, meta["metrics_bytes"])
-        ground.engine.restore(meta["clients"], snapshot.tensors)
-        state = snapshot.state(ground.engine.layers, ground.backbone.device)
-        best = snapshot.best(ground.engine.layers, ground.backbone.device)
+        context.engine.restore(meta["clients"], snapshot.tensors)
+        state = snapshot.state(context.engine.layers, context.backbone.device)
+        best = snapshot.best(context.engine.layers, context.backbone.device)
         if meta["best_round"] == meta["completed"]:
             best = state
         return Progress(state, meta["completed"], best, meta["best_round"], meta["best_loss"], meta["seconds"])
@@ -200,7 +200,7 @@ class Snapshot:
                 f"{backbone.name} as loaded now; use the one of the run."
             )
 
-    def state(self, layers: dict[str, torch.nn.Linear], device: torch.device, prefix: str = "") -> ServerState:
+    def state(self, layers: Mapping[str, Shaped], device: torch.device, prefix: str = "") -> ServerState:
         """The last round's state."""
         names = ("theta", "phi", "private", "signatures")  # what the best round has in common is there once
         parts = {name: self.tensors.get(f"{prefix}{name}", self.tensors.get(name)) for name in names}
@@ -218,7 +218,7 @@ class Snapshot:
             report=meta["report"],
         )
 
-    def best(self, layers: dict[str, torch.nn.Linear], device: torch.device) -> ServerState:
+    def best(self, layers: Mapping[str, Shaped], device: torch.device) -> ServerState:
         """The state of the best round so far."""
         return self.state(layers, device, "best_" if self.meta["best_round"] != self.meta["completed"] else "")
 

@@ -10,7 +10,7 @@ import torch
 
 from fedweave.cli import main
 from fedweave.federation.checkpoint import load_checkpoint, round_checkpoints
-from fedweave.federation.engine import InProcessEngine
+from fedweave.federation.engines.in_process import InProcessEngine
 from tests.federation.flower.processes import SITES, SMALL, Deployment, events, wait_for
 
 
