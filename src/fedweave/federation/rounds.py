@@ -13,12 +13,12 @@ import numpy as np
 
 from fedweave.config import Config
 from fedweave.errors import UserError
-from fedweave.experts.dropout import stream_key
 from fedweave.federation.agreement import Agreement
 from fedweave.federation.client import Member
 from fedweave.federation.engine import Engine
 from fedweave.federation.intake import Intake, RoundReport
 from fedweave.methods.base import Method, ServerState
+from fedweave.streams import stream_key
 
 M = TypeVar("M", bound=Member)
 

@@ -21,8 +21,8 @@ import torch.nn.functional as F
 
 from fedweave.aggregation.rules import ClientAverage
 from fedweave.config import WarmStartConfig
-from fedweave.experts.dropout import stream_key
 from fedweave.router.mlp import RouterLayout
+from fedweave.streams import stream_key
 
 
 @dataclass
