@@ -14,11 +14,11 @@ from fedweave.config import Config, dump_config
 from fedweave.console import Console
 from fedweave.errors import UserError
 from fedweave.evaluation.losses import example_losses
-from fedweave.federation.checkpoint import write_atomic
 from fedweave.federation.distributed import world
 from fedweave.federation.engine import InProcessEngine
 from fedweave.federation.intake import RoundReport
 from fedweave.federation.rounds import federate
+from fedweave.files import write_atomic
 from fedweave.methods import build_method
 from fedweave.methods.base import ServerState
 from fedweave.router.mlp import sparsify

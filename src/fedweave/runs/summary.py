@@ -20,9 +20,9 @@ from fedweave.console import Console
 from fedweave.data.examples import Task
 from fedweave.evaluation.audit import per_task
 from fedweave.evaluation.losses import example_losses
-from fedweave.federation.checkpoint import write_atomic
 from fedweave.federation.client import Client
 from fedweave.federation.engine import InProcessEngine
+from fedweave.files import write_atomic
 from fedweave.inference.model import FedWeaveModel
 from fedweave.methods import build_method
 from fedweave.methods.base import ServerState
