@@ -25,14 +25,14 @@ ROUNDS, EXAMPLES = 2, 4000  # examples over all clients of the simulation
 def server(clients: int) -> dict:
     """Aggregate ``ROUNDS`` rounds of parcels that are made when they are asked for."""
     import torch
+    from fedweave.federation.parcel import Courier, Parcel
 
     from fedweave.config import from_tree
     from fedweave.console import Console
     from fedweave.experts.layout import AdapterLayout
-    from fedweave.federation.parcel import Courier, Parcel
     from fedweave.federation.rounds import federate
-    from fedweave.methods import build_method
     from fedweave.federation.state import ServerState
+    from fedweave.methods import build_method
     from fedweave.router.mlp import RouterLayout
 
     identity = {"backbone": "tiny", "tokenizer": "tiny"}

@@ -18,8 +18,8 @@ from fedweave.config import from_tree
 from fedweave.console import table
 from fedweave.discovery.signatures import Signatures
 from fedweave.experts.layout import AdapterLayout
-from fedweave.methods import build_method
 from fedweave.federation.state import ServerState
+from fedweave.methods import build_method
 from fedweave.router.mlp import RouterLayout
 
 SHAPES = {"SmolLM2-135M": (30, 576, 192), "Llama-3.2-3B": (28, 3072, 1024)}  # layers, q_proj (also d), v_proj

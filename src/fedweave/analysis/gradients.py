@@ -10,10 +10,10 @@ from itertools import islice
 import numpy as np
 import torch
 
-from fedweave.experts.dropout import stream_key
 from fedweave.experts.layout import AdapterLayout
 from fedweave.federation.compute import Compute
 from fedweave.router.mlp import RouterLayout
+from fedweave.streams import stream_key
 from fedweave.training.batch import ClientData, Lane, build_batch
 from fedweave.training.lockstep import LockstepTrainer, Trainable
 from fedweave.training.memory import lanes_that_fit

@@ -15,9 +15,9 @@ from fedweave.analysis.subject import Sample, Subject
 from fedweave.analysis.trajectories import follow, weight_mismatch
 from fedweave.console import Console
 from fedweave.evaluation.losses import example_losses
-from fedweave.experts.dropout import stream_key
 from fedweave.federation.client import Client
 from fedweave.runs.summary import served_models
+from fedweave.streams import stream_key
 from fedweave.training.schedule import interleave
 
 

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
@@ -23,12 +22,12 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 
-from fedweave.backbone.gguf import file_sha256
 from fedweave.bundle.adapter import check_adapter, compare, probe, write_adapter
 from fedweave.bundle.card import merged_card, model_card, soft_card
 from fedweave.bundle.load import is_bundle, load_bundle, verify_bundle
 from fedweave.config import Config
 from fedweave.errors import UserError
+from fedweave.files import atomic_folder, file_sha256
 from fedweave.inference.model import FedWeaveModel
 from fedweave.runs.use import load_models
 from fedweave.settings import to_tree
@@ -136,17 +135,12 @@ def _new_folder(target: Path) -> Iterator[Path]:
     """A folder that appears whole or not at all."""
     if target.exists():
         raise UserError(f"{target} exists; choose another folder.")
-    partial = target.with_name(f".{target.name}.{os.getpid()}.partial")
-    shutil.rmtree(partial, ignore_errors=True)
     try:
-        partial.mkdir(parents=True)
-        yield partial
-        _share(partial)
-        partial.rename(target)
+        with atomic_folder(target, shared=True) as partial:
+            yield partial
+            _share(partial)
     except OSError as error:
         raise UserError(f"{target} cannot be written: {error.strerror or error}.") from error
-    finally:
-        shutil.rmtree(partial, ignore_errors=True)
 
 
 def _share(folder: Path) -> None:

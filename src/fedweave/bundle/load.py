@@ -8,13 +8,13 @@ from typing import Any
 
 import torch
 
-from fedweave.backbone.gguf import file_sha256
 from fedweave.backbone.load import Backbone, load_backbone
 from fedweave.bundle.adapter import read_adapter, read_tensors
 from fedweave.config import BackboneConfig
 from fedweave.errors import UserError
 from fedweave.experts.layout import AdapterLayout
 from fedweave.experts.mixture import Mixture
+from fedweave.files import file_sha256
 from fedweave.inference.model import FedWeaveModel
 from fedweave.router.mlp import RouterLayout
 from fedweave.settings import build

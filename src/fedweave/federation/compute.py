@@ -10,12 +10,12 @@ from fedweave.backbone.load import Backbone
 from fedweave.config import Config, TrainingConfig
 from fedweave.console import Console
 from fedweave.discovery.clusterers import Buckets, discover_all
-from fedweave.experts.dropout import stream_key
 from fedweave.experts.layout import AdapterLayout
 from fedweave.experts.mixture import Mixture
 from fedweave.federation.buffer import VectorBuffer
 from fedweave.federation.client import Client
 from fedweave.router.mlp import RouterLayout
+from fedweave.streams import stream_key
 from fedweave.training.batch import Lane
 from fedweave.training.lockstep import LaneResult, LockstepTrainer
 from fedweave.training.memory import lanes_that_fit

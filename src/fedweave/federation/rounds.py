@@ -13,7 +13,6 @@ import numpy as np
 
 from fedweave.config import Config
 from fedweave.errors import UserError
-from fedweave.experts.dropout import stream_key
 from fedweave.federation.admission import Receipts, refusal
 from fedweave.federation.agreement import Agreement
 from fedweave.federation.client import Member
@@ -21,6 +20,7 @@ from fedweave.federation.engines.base import Engine
 from fedweave.federation.method import Method
 from fedweave.federation.state import ServerState, broadcast
 from fedweave.federation.train import EXPERTS, ROUTER, Update
+from fedweave.streams import stream_key
 
 M = TypeVar("M", bound=Member)
 

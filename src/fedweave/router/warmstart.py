@@ -20,8 +20,8 @@ import torch
 import torch.nn.functional as F
 
 from fedweave.config import WarmStartConfig
-from fedweave.experts.dropout import stream_key
 from fedweave.router.mlp import RouterLayout
+from fedweave.streams import stream_key
 
 
 @dataclass

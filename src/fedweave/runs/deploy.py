@@ -9,8 +9,8 @@ from typing import Any
 from fedweave.config import Config, dump_config
 from fedweave.console import Console
 from fedweave.errors import UserError
-from fedweave.federation.checkpoint import write_atomic
 from fedweave.federation.engines.flower.tasks import Runtime
+from fedweave.files import write_atomic
 from fedweave.methods import build_method
 from fedweave.runs.folder import RunFolder
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -23,12 +22,12 @@ from fedweave.federation.checkpoint import (
     round_checkpoints,
     round_name,
     save_checkpoint,
-    write_atomic,
 )
 from fedweave.federation.state import ServerState
+from fedweave.files import atomic_folder, write_atomic
 from fedweave.router.mlp import RouterLayout
 from fedweave.runs.loggers import Loggers
-from fedweave.settings import to_tree
+from fedweave.settings import flatten, to_tree
 
 if TYPE_CHECKING:
     from fedweave.runs.run import RunContext
@@ -76,13 +75,12 @@ class RunFolder:
     @classmethod
     def create(cls, path: Path, config: Config, manifest: dict[str, Any]) -> RunFolder:
         """Make the folder with its config and manifest, whole or not at all; every check has passed by now."""
-        partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
         try:
-            partial.mkdir(parents=True)
-            write_atomic(partial / "manifest.json", json.dumps(manifest, indent=1, ensure_ascii=False))
-            write_atomic(partial / "config.yaml", dump_config(config))
-            (partial / "metrics.jsonl").touch()
-            partial.rename(path)
+            with atomic_folder(path, shared=True) as partial:
+                text = json.dumps(manifest, indent=1, ensure_ascii=False)
+                (partial / "manifest.json").write_text(text, encoding="utf-8")
+                (partial / "config.yaml").write_text(dump_config(config), encoding="utf-8")
+                (partial / "metrics.jsonl").touch()
         except FileExistsError:
             raise UserError(
                 f"the run folder {path} exists; continue it with `fedweave resume {path}` or choose another output."
@@ -226,20 +224,13 @@ class Snapshot:
 def config_hash(config: Config) -> str:
     """A hash over the keys that decide results, where they differ from their defaults: a key that a later version
     adds leaves the runs of an earlier one alone."""
+    defaults = flatten(to_tree(Config()))
     changed = {
         key: value
-        for (key, value), (_, default) in zip(_leaves(to_tree(config)), _leaves(to_tree(Config())), strict=True)
-        if value != default and not any(key == free or key.startswith(f"{free}.") for free in FREE_KEYS)
+        for key, value in flatten(to_tree(config)).items()
+        if value != defaults[key] and not any(key == free or key.startswith(f"{free}.") for free in FREE_KEYS)
     }
     return hashlib.sha256(json.dumps(changed, sort_keys=True).encode()).hexdigest()[:32]
-
-
-def _leaves(tree: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    for key, value in tree.items():
-        if isinstance(value, dict):
-            yield from _leaves(value, f"{prefix}{key}.")
-        else:
-            yield f"{prefix}{key}", value
 
 
 def _truncate(path: Path, size: int) -> None:

@@ -12,9 +12,9 @@ import numpy as np
 import torch
 
 from fedweave.evaluation.audit import alignment_audit, per_task
-from fedweave.experts.dropout import stream_key
 from fedweave.federation.rounds import RoundReport
 from fedweave.runs.workspace import TestSet, Workspace
+from fedweave.streams import stream_key
 
 MAPPED = 1000  # prompts on the map
 AXES = 16  # principal axes kept of each

@@ -14,10 +14,10 @@ from fedweave.config import Config, dump_config
 from fedweave.console import Console
 from fedweave.errors import UserError
 from fedweave.evaluation.losses import example_losses
-from fedweave.federation.checkpoint import write_atomic
 from fedweave.federation.engines.distributed import world
 from fedweave.federation.rounds import RoundReport, federate
 from fedweave.federation.state import ServerState
+from fedweave.files import write_atomic
 from fedweave.methods import build_method
 from fedweave.router.mlp import sparsify
 from fedweave.runs.continuing import initial_state

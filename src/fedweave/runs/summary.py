@@ -19,11 +19,11 @@ from fedweave.console import Console
 from fedweave.data.examples import Task
 from fedweave.evaluation.audit import per_task
 from fedweave.evaluation.losses import example_losses
-from fedweave.federation.checkpoint import write_atomic
 from fedweave.federation.client import Client
 from fedweave.federation.engines.in_process import InProcessEngine
 from fedweave.federation.method import Sizes
 from fedweave.federation.state import ServerState
+from fedweave.files import write_atomic
 from fedweave.inference.model import FedWeaveModel
 from fedweave.methods import build_method, method_class
 from fedweave.router.mlp import RouterLayout
