@@ -6,13 +6,14 @@ import shutil
 import pytest
 import torch
 
-from fedweave.analysis.budget import PAYLOADS, predict, trained_parameters, training_memory
+from fedweave.analysis.budget import predict, training_memory
 from fedweave.analysis.shapes import model_shape
 from fedweave.analysis.spent import run_costs
 from fedweave.cli import main
 from fedweave.config import load_config
 from fedweave.errors import UserError
 from fedweave.methods import METHODS, build_method
+from fedweave.methods.payload import PAYLOADS, trained_parameters
 from tests.methods.conftest import config, make_engine, with_method  # noqa: F401
 
 PAPER = load_config("paper")

@@ -9,10 +9,11 @@ from typing import Any
 
 import numpy as np
 
-from fedweave.analysis.budget import SINGLE, Budget, predict, training_memory
+from fedweave.analysis.budget import Budget, predict, training_memory
 from fedweave.analysis.shapes import ModelShape, model_shape
 from fedweave.config import Config
 from fedweave.errors import UserError
+from fedweave.methods.payload import SINGLE
 from fedweave.runs.folder import RunFolder
 
 FLOP_PER_PARAMETER = 4  # forward 2, backward through frozen weights 2

@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 
 import fedweave
-from fedweave.analysis.budget import trained_parameters
 from fedweave.backbone.load import Backbone
 from fedweave.config import Config
 from fedweave.console import Console
@@ -26,6 +25,7 @@ from fedweave.federation.engine import InProcessEngine
 from fedweave.inference.model import FedWeaveModel
 from fedweave.methods import build_method
 from fedweave.methods.base import ServerState
+from fedweave.methods.payload import trained_parameters
 from fedweave.runs.folder import Progress, RunFolder
 from fedweave.runs.testing import evaluate_models, routed_models
 from fedweave.runs.workspace import TestSet
