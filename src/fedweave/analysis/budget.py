@@ -1,7 +1,6 @@
 """Cost accounting (paper, Table 5 and Appendix B) from shapes alone: parameters, bytes, steps, memory.
 
-"Trainable" counts what Table 5 counts: all experts and all router copies of the federation, without the frozen
-backbone, optimiser state or copies at clients. What one client sends and receives in a round is counted beside it.
+What a method trains and sends is counted in ``methods/payload.py``; here it meets a model's shape and a config.
 """
 
 from __future__ import annotations

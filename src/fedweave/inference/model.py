@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -37,7 +36,7 @@ class Answer:
 
 @dataclass
 class FedWeaveModel:
-    """Backbone, experts and router."""
+    """Backbone, experts and router; :func:`fedweave.load` makes one of a run or a bundle."""
 
     backbone: Backbone
     mixture: Mixture
@@ -45,24 +44,6 @@ class FedWeaveModel:
     router: RouterLayout | None
     phi: torch.Tensor | None  # [R, Q]
     shares: list[float]  # [R] how much each router counts
-
-    @classmethod
-    def from_pretrained(
-        cls, folder: str | Path, *, last: bool = False, model: str | None = None, device: str = "auto"
-    ) -> FedWeaveModel:
-        """The model of a bundle, in a folder or at ``hf://owner/name``, or of a run's best round (with ``last`` its
-        last). ``model`` names the backbone when it lies elsewhere than where a bundle was trained."""
-        from fedweave.bundle import is_bundle, load_bundle
-        from fedweave.bundle.hub import fetch_bundle, hub_repository
-        from fedweave.runs.use import load_models
-
-        repository = hub_repository(folder)
-        folder = Path(folder) if repository is None else fetch_bundle(repository)
-        if is_bundle(folder):
-            return load_bundle(folder, model, device)
-        if model is not None:
-            raise UserError(f"{folder} is a run, whose config names its backbone; another is for bundles only.")
-        return load_models(folder, last, device)[1][0]
 
     # ---------------------------------------------------------------------------------- routing
 
