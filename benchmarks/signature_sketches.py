@@ -26,6 +26,7 @@ from fedweave.console import Console
 from fedweave.discovery.signatures import Signatures
 from fedweave.evaluation.audit import alignment_audit
 from fedweave.experts.layout import AdapterLayout
+from fedweave.federation.message import Message
 from fedweave.methods.fedweave import FedWeave
 from fedweave.runs.workspace import prepare
 
@@ -81,9 +82,11 @@ def quality(data: Path, overrides: list[str]) -> dict:
     config = load_config("benchmark", [f"data.path={data}", *SMALL, *overrides])
     workspace = prepare(config, Console()).build(Console())
     engine, method = workspace.engine, FedWeave(config)
-    list(method.discover(engine, engine.members))
-    adapters = engine.spool
-    assert adapters is not None
+    for _ in method.discover.answer(engine.compute, engine.members, Message()):
+        pass
+    kept = engine.compute.adapters
+    assert kept is not None
+    adapters = [adapter for client in engine.members for adapter in kept.read(client.index)]
     rows: dict[str, dict] = {}
     exact = reference = None
     for k in (0, *SIZES):

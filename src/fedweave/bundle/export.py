@@ -116,8 +116,8 @@ def describe(model: FedWeaveModel, origin: Origin) -> dict[str, Any]:
         "rank": layout.rank,
         "alpha": config.experts.alpha,
         "target_modules": list(config.experts.target_modules),
-        "router": asdict(model.router) if model.router else None,
-        "shares": model.shares,
+        "router": asdict(model.experts.router) if model.experts.router else None,
+        "shares": model.experts.shares,
         "feature": "mean over prompt tokens of the bare backbone's last hidden states, after the final norm",
     }
 
@@ -154,11 +154,12 @@ def _only(expert: int, experts: int) -> torch.Tensor:
 
 def _write_router(folder: Path, model: FedWeaveModel) -> None:
     """The routers' weights under their names; with several, name.N."""
-    if model.router is None or model.phi is None:
+    router, phi = model.experts.router, model.experts.phi
+    if router is None or phi is None:
         return
     tensors = {
         f"{name}.{r}": tensor.clone()
-        for r, phi in enumerate(model.phi.cpu())
-        for name, tensor in model.router.views(phi).items()
+        for r, row in enumerate(phi.cpu())
+        for name, tensor in router.views(row).items()
     }
     save_file(tensors, folder / "router.safetensors")

@@ -18,7 +18,8 @@ from fedweave.errors import UserError
 from fedweave.experts.mixture import Mixture
 from fedweave.inference.rows import Row, RunningBatch
 from fedweave.inference.sampling import Sampling
-from fedweave.router.mlp import RouterLayout, active_experts, sparsify, vote
+from fedweave.router.mlp import active_experts, sparsify
+from fedweave.router.routed import RoutedExperts
 
 
 @dataclass
@@ -40,16 +41,18 @@ class FedWeaveModel:
 
     backbone: Backbone
     mixture: Mixture
-    theta: torch.Tensor  # [P]
-    router: RouterLayout | None
-    phi: torch.Tensor | None  # [R, Q]
-    shares: list[float]  # [R] how much each router counts
+    experts: RoutedExperts
+
+    @property
+    def theta(self) -> torch.Tensor:
+        """[P] the experts."""
+        return self.experts.theta
 
     # ---------------------------------------------------------------------------------- routing
 
     def weights(self, features: torch.Tensor) -> torch.Tensor:
         """Soft router weights of cached features: [n, d] to [n, M] on the CPU."""
-        return vote(self.router, self.phi, self.shares, features)
+        return self.experts.weights(features)
 
     def route(self, prompts: Sequence[Prompt]) -> torch.Tensor:
         """Soft router weights of prompts, [n, M]."""

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 import torch
 
 from fedweave.experts.layout import AdapterLayout
-from fedweave.router.mlp import RouterLayout, vote
+from fedweave.router.mlp import RouterLayout
 
 
 @dataclass
@@ -26,4 +26,11 @@ class RoutedExperts:
 
     def weights(self, features: torch.Tensor) -> torch.Tensor:
         """Soft weights of prompts, by the vote of all routers: features [n, d] to [n, M] on the CPU."""
-        return vote(self.router, self.phi, self.shares, features)
+        if self.router is None or self.phi is None:
+            return torch.ones(len(features), 1)
+        with torch.no_grad():
+            inputs = features.to(self.phi)
+            votes = [
+                share * self.router.route(phi, inputs) for phi, share in zip(self.phi, self.shares, strict=True)
+            ]
+            return torch.stack(votes).sum(0).cpu()

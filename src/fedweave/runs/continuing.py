@@ -12,7 +12,7 @@ from fedweave.router.routed import RoutedExperts
 
 def initial_state(config: Config, backbone: Backbone) -> RoutedExperts | None:
     """The bundle's state, once method, backbone and shapes are those of the config; None without a bundle."""
-    from fedweave.bundle.load import read_state, verify_bundle
+    from fedweave.bundle.load import read_experts, verify_bundle
 
     if config.init is None:
         return None
@@ -31,5 +31,4 @@ def initial_state(config: Config, backbone: Backbone) -> RoutedExperts | None:
             value = f"[{','.join(found)}]" if isinstance(found, list) else f"{found}"
             raise UserError(f"init={config.init} does not fit {key}={asked}; set {key}={value}, as in the bundle.")
     layers = backbone.linear_layers(config.experts.target_modules)
-    layout, theta, router, phi = read_state(folder, description, backbone, layers)
-    return RoutedExperts(layout, router, theta, phi, description["shares"])
+    return read_experts(folder, description, backbone, layers)

@@ -32,7 +32,7 @@ def routed_models(backbone: Backbone, mixture: Mixture, method: Method, state: S
         raise UserError(
             f"{method.config.method} leaves parameters at its sites: this server has no whole model to use."
         )
-    return [FedWeaveModel(backbone, mixture, one.theta, one.router, one.phi, one.shares) for one in served]
+    return [FedWeaveModel(backbone, mixture, experts) for experts in served]
 
 
 def evaluate_models(

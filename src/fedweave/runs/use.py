@@ -101,7 +101,7 @@ def _the_model(folder: Path, last: bool) -> tuple[FedWeaveModel, Origin]:
     models, origin = _run_models(folder, config, last, Console(quiet=True))
     if len(models) != 1:
         raise UserError(f"{config.method} trains a model for every client and has none to export.")
-    for name, tensor in (("experts", models[0].theta), ("router", models[0].phi)):
+    for name, tensor in (("experts", models[0].theta), ("router", models[0].experts.phi)):
         if tensor is not None and not torch.isfinite(tensor).all():
             raise UserError(f"the run's {name} hold NaN or infinity and cannot be exported.")
     return models[0], origin
