@@ -16,6 +16,8 @@ from fedweave.settings import to_tree
 from fedweave.training.batch import Lane
 from tests.methods.conftest import make_engine, run, with_method
 
+pytestmark = pytest.mark.usefixtures("smooth_optimiser")
+
 
 def test_fedit_is_the_sample_weighted_mean_of_lone_clients(config, backbone):
     config = with_method(config, "fedit")

@@ -74,7 +74,7 @@ def test_how_many_march_together_is_decided_once(config, backbone, monkeypatch):
     assert asked == [state.report["prototypes"], 3]  # the warmup's buckets, and the clients of all rounds
 
 
-def test_a_round_is_the_asymmetric_average_of_lone_clients(config, backbone):
+def test_a_round_is_the_asymmetric_average_of_lone_clients(config, backbone, smooth_optimiser):
     """Each client trained alone, then both sums written out, equals one federated round."""
     engine = make_engine(config, backbone)
     method = build_method(config)

@@ -1,7 +1,5 @@
 """The same config and seed give the same model, whether clients are in this process or behind Flower's messages."""
 
-from functools import partial
-
 import pytest
 import torch
 
@@ -11,19 +9,14 @@ from fedweave.settings import to_tree
 from tests.federation.flower.conftest import Federation
 from tests.methods.conftest import make_engine, run, with_method
 
+pytestmark = pytest.mark.usefixtures("smooth_optimiser")
+
 
 def changed(config, method="fedweave", **training):
     tree = to_tree(with_method(config, method))
     tree["training"] |= {"rounds": 2, **training}
     tree["federation"] |= {"patience": 5.0, "deadline": 5.0}
     return from_tree(tree)
-
-
-@pytest.fixture(autouse=True)
-def larger_epsilon(monkeypatch):
-    """AdamW divides a gradient by its own size, so one of 1e-8 moves its weight as far as any other: in whichever
-    direction rounding points. Such gradients, and no others, are to stay small here."""
-    monkeypatch.setattr(torch.optim, "AdamW", partial(torch.optim.AdamW, eps=1e-6))
 
 
 @pytest.mark.parametrize("method", [m for m in METHODS if m not in ("oracle", "local-only", "fedsa-lora")])
