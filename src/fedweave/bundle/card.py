@@ -87,6 +87,7 @@ def _data(config: Config, facts: dict[str, Any], summary: dict[str, Any] | None)
     sources = {
         "sample": "the built-in sample of four instruction patterns",
         "paper": "CoEdIT, GSM8K, TweetEval (sentiment) and ARC-Challenge",
+        "tasks": "a benchmark's tasks",
         "jsonl": "the clients' own files",
     }
     text = f"{facts['clients']} clients, {sources[config.data.source]}"
