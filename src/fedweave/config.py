@@ -235,6 +235,12 @@ class EvaluationConfig:
         "auto", "Prompts decoded together; auto is 400 on CUDA, 32 on a CPU."
     )
     max_new_tokens: int = setting(64, "Longest answer for tasks that do not set their own.", low=1)
+    metrics: tuple[str, ...] = setting(
+        (),
+        "Metrics of own data, one for all or by task, as in sum=number,mood=label: exact, label, number, letter, "
+        "f1, rouge, chrf, or module:function of your own; without one exact for short answers, rouge for longer.",
+        pairs=True,
+    )
 
 
 @dataclass(frozen=True)

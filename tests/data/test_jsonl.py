@@ -6,7 +6,7 @@ import re
 
 import pytest
 
-from fedweave.config import DataConfig, EvaluationConfig
+from fedweave.config import Config, DataConfig
 from fedweave.data.jsonl import load_client_folder, read_examples
 from fedweave.errors import UserError
 
@@ -33,7 +33,7 @@ def write(tmp_path):
 
 
 def load(folder, seed=0, **settings):
-    return load_client_folder(DataConfig(source="jsonl", path=str(folder), **settings), EvaluationConfig(), seed)
+    return load_client_folder(Config(seed=seed, data=DataConfig(source="jsonl", path=str(folder), **settings)))
 
 
 # -------------------------------------------------------------------------------------- rows

@@ -19,7 +19,7 @@ def load_data(config: Config) -> FederatedData:
     if data.source == "sites":
         raise UserError("the data of this run is at its sites; name a file instead, as in --data test.jsonl.")
     if data.source == "jsonl":
-        loaded = load_client_folder(data, config.evaluation, config.seed)
+        loaded = load_client_folder(config)
     else:
         notes: list[str] = []
         if data.source == "paper":
@@ -45,7 +45,7 @@ def _manifest(config: Config, data: FederatedData) -> dict:
     return {
         "source": config.data.source,
         "seed": config.seed,
-        "notes": data.notes,
+        "notes": [] if config.data.source == "jsonl" else data.notes,  # scoring may change on resume
         "tasks": {name: task.title for name, task in data.tasks.items()},
         "clients": {name: [e.origin for e in rows] for name, rows in data.clients.items()},
         "validation": [e.origin for e in data.validation],

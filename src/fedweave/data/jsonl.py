@@ -16,8 +16,9 @@ from typing import Any
 
 import numpy as np
 
-from fedweave.config import DataConfig, EvaluationConfig
-from fedweave.data.examples import Example, FederatedData, Prompt, Task
+from fedweave.config import Config
+from fedweave.data.examples import Example, FederatedData, Prompt
+from fedweave.data.own_tasks import own_tasks
 from fedweave.errors import UserError
 from fedweave.experts.dropout import stream_key
 
@@ -87,8 +88,9 @@ def _messages(messages: Any, where: str) -> tuple[Prompt, str]:
     return tuple({"role": m["role"], "content": m["content"]} for m in prompt), last["content"]
 
 
-def load_client_folder(config: DataConfig, evaluation: EvaluationConfig, seed: int) -> FederatedData:
+def load_client_folder(settings: Config) -> FederatedData:
     """Clients, validation and test examples of a folder."""
+    config, seed = settings.data, settings.seed
     folder = Path(str(config.path)).expanduser()
     if not folder.is_dir():
         raise UserError(f"data.path={config.path}: there is no such folder.")
@@ -115,9 +117,8 @@ def load_client_folder(config: DataConfig, evaluation: EvaluationConfig, seed: i
                 f"{int(np.ceil(1 / config.holdout)) if config.holdout else 'some'} to keep one back), or raise "
                 "data.holdout."
             )
-    labels = sorted({e.task for rows in [*clients.values(), *held.values()] for e in rows})
-    tasks = {t: Task(t, t, "rouge", evaluation.max_new_tokens) for t in labels}
-    return FederatedData(clients, held["validation"], held["test"], tasks)
+    tasks, notes = own_tasks(settings, [e for rows in [*clients.values(), *held.values()] for e in rows])
+    return FederatedData(clients, held["validation"], held["test"], tasks, notes)
 
 
 def hold_out(

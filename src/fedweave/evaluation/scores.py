@@ -1,17 +1,25 @@
-"""Scores of generated answers. rouge-score counts ROUGE; the rest is finding the answer in the text.
+"""Scores of generated answers. Libraries count ROUGE and chrF; the rest is finding the answer in the text.
 
-Every metric maps (prediction, reference) to a number between 0 and 1; a task's score is the mean.
+Every metric maps (prediction, reference) to a number between 0 and 1; a task's score is the mean. ``rouge`` and
+``label`` are those of the paper's tasks and read English alone; ``rouge-unicode`` and ``labels`` are for own data,
+where a perfect answer scores 1 in any language.
 """
 
 from __future__ import annotations
 
 import re
+import unicodedata
 from collections import Counter
 from collections.abc import Callable, Sequence
 from functools import lru_cache
 from typing import Any
 
+from fedweave.data.scripts import words
 from fedweave.data.tasks import SENTIMENTS
+from fedweave.errors import UserError
+from fedweave.evaluation.user_metric import user_metric
+
+Metric = Callable[[str, str], float]
 
 _NUMBER = r"-?\$?\d[\d,]*(?:\.\d+)?"
 
@@ -33,7 +41,10 @@ def number(prediction: str, reference: str) -> float:
 
 def exact(prediction: str, reference: str) -> float:
     """The same words, whatever their case and final stop."""
-    mine, theirs = (" ".join(text.lower().split()).rstrip(".") for text in (prediction, reference))
+    mine, theirs = (
+        " ".join(unicodedata.normalize("NFC", text).casefold().split()).rstrip(".。।")
+        for text in (prediction, reference)
+    )
     return float(mine == theirs)
 
 
@@ -57,17 +68,73 @@ def label(prediction: str, reference: str) -> float:
     return float(first_label(prediction) == first_label(reference) is not None)
 
 
-@lru_cache(maxsize=1)
-def _rouge_scorer() -> Any:
+def label_metric(labels: Sequence[str]) -> Metric:
+    """Whether the first of ``labels`` in the prediction is the reference; of two that begin there, the longer."""
+    known = sorted({tuple(words(text)) for text in labels} - {()}, key=len, reverse=True)
+
+    def first(text: str) -> tuple[str, ...] | None:
+        said = words(text)
+        starts = range(len(said))
+        return next((k for i in starts for k in known if tuple(said[i : i + len(k)]) == k), None)
+
+    def score(prediction: str, reference: str) -> float:
+        wanted = tuple(words(reference))
+        return (
+            float(first(prediction) == wanted) if wanted else exact(prediction, reference)
+        )  # a mere 👍 has no words
+
+    return score
+
+
+def f1(prediction: str, reference: str) -> float:
+    """How many words both have, whatever their order."""
+    mine, theirs = Counter(words(prediction)), Counter(words(reference))
+    if not theirs:
+        return exact(prediction, reference)
+    return _f1((mine & theirs).total(), mine.total(), theirs.total())
+
+
+class _Words:
+    """The tokenizer that rouge-score is given for other languages than English."""
+
+    tokenize = staticmethod(words)
+
+
+@lru_cache(maxsize=2)
+def _rouge_scorer(tokenizer: Any = None) -> Any:
     from rouge_score.rouge_scorer import RougeScorer
 
-    return RougeScorer(["rouge1", "rouge2", "rougeLsum"], use_stemmer=False)
+    return RougeScorer(["rouge1", "rouge2", "rougeLsum"], use_stemmer=False, tokenizer=tokenizer)
 
 
 def rouge(prediction: str, reference: str) -> float:
     """Mean of ROUGE-1, ROUGE-2 and ROUGE-Lsum F1, as the rouge-score package counts them."""
     scores = _rouge_scorer().score(reference, prediction)
     return sum(s.fmeasure for s in scores.values()) / 3
+
+
+def rouge_unicode(prediction: str, reference: str) -> float:
+    """The same over words of any script; a reference of one word, which has no pairs, goes without ROUGE-2."""
+    wanted = words(reference)
+    if not wanted:
+        return exact(prediction, reference)
+    scores = _rouge_scorer(_Words).score(reference, prediction)
+    counted = [s.fmeasure for name, s in scores.items() if name != "rouge2" or len(wanted) > 1]
+    return sum(counted) / len(counted)
+
+
+@lru_cache(maxsize=1)
+def _chrf_scorer() -> Any:
+    try:
+        from sacrebleu.metrics import CHRF
+    except ImportError:
+        raise UserError("the metric chrf needs sacrebleu: pip install 'fedweave[chrf]'.") from None
+    return CHRF()
+
+
+def chrf(prediction: str, reference: str) -> float:
+    """F-score over characters and their sequences of up to six, as sacrebleu counts it, from 0 to 1."""
+    return _chrf_scorer().sentence_score(prediction, [reference]).score / 100
 
 
 def rouge_paper(prediction: str, reference: str) -> float:
@@ -96,17 +163,36 @@ def _longest_common(a: Sequence[str], b: Sequence[str]) -> int:
     return row[-1]
 
 
-METRICS: dict[str, Callable[[str, str], float]] = {
+METRICS: dict[str, Metric] = {
     "rouge": rouge,
     "rouge_paper": rouge_paper,
+    "rouge-unicode": rouge_unicode,
     "number": number,
     "exact": exact,
     "letter": letter,
     "label": label,
+    "f1": f1,
+    "chrf": chrf,
 }
 
 
-def scores(metric: str, predictions: Sequence[str], references: Sequence[str], rouge_variant: str) -> list[float]:
-    """The score of every answer; ``rouge_variant`` is evaluation.rouge."""
+def find_metric(name: str, labels: Sequence[str] = ()) -> Metric:
+    """A metric by the name that a task has for it; whatever it needs is there, or one sentence says what is not."""
+    if ":" in name:
+        return user_metric(name)
+    if name == "chrf":
+        _chrf_scorer()
+    return label_metric(labels) if name == "labels" else METRICS[name]
+
+
+def scores(
+    metric: str,
+    predictions: Sequence[str],
+    references: Sequence[str],
+    rouge_variant: str,
+    labels: Sequence[str] = (),
+) -> list[float]:
+    """The score of every answer; ``rouge_variant`` is evaluation.rouge, ``labels`` those of the task."""
     name = "rouge_paper" if metric == "rouge" and rouge_variant == "paper" else metric
-    return [METRICS[name](p, r) for p, r in zip(predictions, references, strict=True)]
+    score = find_metric(name, labels or references)
+    return [score(p, r) for p, r in zip(predictions, references, strict=True)]

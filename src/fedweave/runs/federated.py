@@ -19,6 +19,7 @@ from fedweave.config import Config
 from fedweave.console import Console
 from fedweave.data.examples import Example, Task
 from fedweave.data.jsonl import read_examples
+from fedweave.data.own_tasks import own_tasks
 from fedweave.errors import UserError
 from fedweave.federation.engine import InProcessEngine
 from fedweave.federation.evaluate import Loss
@@ -128,6 +129,6 @@ def load_test(config: Config, console: Console) -> ServerTest | None:
     backbone = load_backbone(config.backbone)
     rows, encoded = encode(backbone, rows, config.data.long_answers, console)
     features = compute_features(backbone, [e.prompt for e in encoded], console)
-    tasks = {e.task: Task(e.task, e.task, "rouge", config.evaluation.max_new_tokens) for e in rows}
+    tasks, notes = own_tasks(config, rows)
     engine = InProcessEngine(backbone, [], config, console)
-    return ServerTest(config, backbone, engine, held_out(rows, encoded, features), tasks, [])
+    return ServerTest(config, backbone, engine, held_out(rows, encoded, features), tasks, notes)

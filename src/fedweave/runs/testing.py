@@ -134,7 +134,7 @@ def _scores(
             settings.batch_size,
             bar,
         )
-        each = scores(task.metric, answers, [held.references[i] for i in rows], settings.rouge)
+        each = scores(task.metric, answers, [held.references[i] for i in rows], settings.rouge, task.labels)
         means[name] = float(np.mean(each))
         if predictions is not None:
             predictions += [

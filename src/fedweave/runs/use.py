@@ -14,6 +14,7 @@ from fedweave.console import Console, table
 from fedweave.data import load_data
 from fedweave.data.examples import Example, Task
 from fedweave.data.jsonl import read_examples
+from fedweave.data.own_tasks import own_tasks
 from fedweave.errors import UserError
 from fedweave.experts.mixture import Mixture
 from fedweave.inference.model import FedWeaveModel
@@ -106,5 +107,7 @@ def _examples(config: Config, data: Path | None, console: Console) -> tuple[list
     examples = read_examples(data)
     if not examples:
         raise UserError(f"--data {data}: the file is empty.")
-    tasks = {e.task: Task(e.task, e.task, "rouge", config.evaluation.max_new_tokens) for e in examples}
+    tasks, notes = own_tasks(config, examples)
+    for note in notes:
+        console.say(f"note: {note}")
     return examples, tasks
