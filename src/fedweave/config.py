@@ -55,12 +55,16 @@ class DataConfig:
     source: Literal["sample", "paper", "jsonl", "sites"] = setting(
         "sample",
         "sample: four built-in patterns; paper: CoEdIT, GSM8K, TweetEval and ARC-C; "
-        "jsonl: your own folder with one file per client; sites: every site of a deployment has its own.",
+        "jsonl: your own files, also CSV or Parquet; sites: every site of a deployment has its own.",
     )
     path: str | None = setting(
-        None, "jsonl: the folder. paper: a local folder with the four tasks (hub when empty)."
+        None,
+        "jsonl: a folder of clients' files, one file, or hf://owner/name. paper: a local folder (hub when empty).",
     )
-    clients: int = setting(20, "Number of simulated clients (sample and paper).", low=1)
+    fields: tuple[str, ...] = setting(
+        (), "jsonl: names of your columns, as in prompt=question,response=answer,client=site.", pairs=True
+    )
+    clients: int = setting(20, "Number of simulated clients (sample, paper, own rows without a client).", low=1)
     alpha: float = setting(0.3, "Dirichlet concentration of the clients' task mixtures.", low=1e-3)
     train: int = setting(2000, "Training examples per task (sample and paper).", low=1)
     validation: int = setting(100, "Validation examples per task.", low=1)
@@ -237,8 +241,7 @@ class EvaluationConfig:
     max_new_tokens: int = setting(64, "Longest answer for tasks that do not set their own.", low=1)
     metrics: tuple[str, ...] = setting(
         (),
-        "Metrics of own data, one for all or by task, as in sum=number,mood=label: exact, label, number, letter, "
-        "f1, rouge, chrf, or module:function of your own; without one exact for short answers, rouge for longer.",
+        "Metrics of own data, one for all or by task, as in sum=number,mood=label (docs/own-data.md).",
         pairs=True,
     )
 
@@ -323,7 +326,7 @@ def _check_together(config: Config) -> None:
     """Rules that span keys."""
     data, training = config.data, config.training
     if data.source == "jsonl" and not data.path:
-        raise UserError("data.source=jsonl needs data.path: a folder with one JSONL file per client.")
+        raise UserError("data.source=jsonl needs data.path: a folder with one file per client, or a file.")
     if config.init and config.engine == "flower":
         raise UserError("init starts federations of this process only; use engine=in-process.")
     if data.source in ("sample", "sites") and data.path:

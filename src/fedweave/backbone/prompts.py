@@ -15,10 +15,11 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+from jinja2 import TemplateError
 
 from fedweave.config import BackboneConfig
 from fedweave.data.examples import Example, Prompt
-from fedweave.errors import UserError
+from fedweave.errors import UserError, first_line
 
 
 @dataclass(frozen=True)
@@ -39,6 +40,10 @@ class Encoded:
 
 class LongAnswer(UserError):
     """The answer leaves no room for its prompt."""
+
+
+class RefusedChat(UserError):
+    """The model's chat template takes no such messages."""
 
 
 class PromptFormat:
@@ -72,7 +77,10 @@ class PromptFormat:
             words = words.rstrip()
             return f"{words}\n\nResponse:", 0, len(words)
         messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else list(prompt)
-        text = self.tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+        try:
+            text = self.tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+        except TemplateError as error:  # some know no system role, or insist on an order of roles
+            raise RefusedChat(f"messages: the chat template refuses them ({first_line(error)}).") from None
         # Where the template puts the words: render once more with marks that it cannot contain itself.
         marked = [dict(m) for m in messages]
         asked = [m for m in marked if m["role"] != "system"]
@@ -115,7 +123,11 @@ class PromptFormat:
 
     def encode(self, examples: Sequence[Example]) -> list[Encoded]:
         """Tokens of prompt and answer, as training and teacher-forced evaluation read them."""
-        prompts = self._tokenise([e.prompt for e in examples])
+        try:
+            prompts = self._tokenise([e.prompt for e in examples])
+        except RefusedChat:
+            self._name_refused(examples)
+            raise
         answers = self._answers(examples)
         out = []
         for example, (ids, span), answer in zip(examples, prompts, answers, strict=True):
@@ -136,6 +148,16 @@ class PromptFormat:
                 )
             )
         return out
+
+    def _name_refused(self, examples: Sequence[Example]) -> None:
+        for example in examples:
+            try:
+                self.render(example.prompt)
+            except RefusedChat as error:
+                raise RefusedChat(
+                    f"{example.origin}: {str(error).rstrip('.')}; put the system message into the user's, let user "
+                    "and assistant take turns, or set backbone.prompt=plain."
+                ) from None
 
     def _tokenise(self, prompts: Sequence[Prompt]) -> list[tuple[list[int], tuple[int, int]]]:
         rendered = [self.render(p) for p in prompts]

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from fedweave.config import Config
 from fedweave.data.examples import Example, FederatedData, Task
-from fedweave.data.jsonl import load_client_folder
-from fedweave.data.partition import dirichlet_partition, split_pools
+from fedweave.data.own import load_own
+from fedweave.data.partition import client_names, dirichlet_partition, split_pools
 from fedweave.data.sample import make_sample
 from fedweave.data.tasks import load_paper_tasks
 from fedweave.errors import UserError
@@ -19,7 +19,7 @@ def load_data(config: Config) -> FederatedData:
     if data.source == "sites":
         raise UserError("the data of this run is at its sites; name a file instead, as in --data test.jsonl.")
     if data.source == "jsonl":
-        loaded = load_client_folder(config)
+        loaded = load_own(config)
     else:
         notes: list[str] = []
         if data.source == "paper":
@@ -29,9 +29,8 @@ def load_data(config: Config) -> FederatedData:
         splits = split_pools(pools, data, config.seed)
         train = {task: parts["train"] for task, parts in splits.items()}
         shares = dirichlet_partition(train, data.clients, data.alpha, config.seed)
-        digits = len(str(data.clients - 1))
         loaded = FederatedData(
-            clients={f"client_{i:0{digits}d}": share for i, share in enumerate(shares)},
+            clients=dict(zip(client_names(data.clients), shares, strict=True)),
             validation=[e for parts in splits.values() for e in parts["validation"]],
             test=[e for parts in splits.values() for e in parts["test"]],
             tasks=tasks,

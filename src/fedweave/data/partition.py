@@ -8,11 +8,12 @@ import numpy as np
 
 from fedweave.config import DataConfig
 from fedweave.data.examples import Example
-from fedweave.data.tasks import Pool
 from fedweave.errors import UserError
 
 
-def split_pools(pools: Mapping[str, Pool], config: DataConfig, seed: int) -> dict[str, dict[str, list[Example]]]:
+def split_pools(
+    pools: Mapping[str, list[Example]], config: DataConfig, seed: int
+) -> dict[str, dict[str, list[Example]]]:
     """Disjoint train / validation / test samples of every task: {task: {split: examples}}."""
     sizes = {"train": config.train, "validation": config.validation, "test": config.test}
     splits: dict[str, dict[str, list[Example]]] = {}
@@ -29,6 +30,12 @@ def split_pools(pools: Mapping[str, Pool], config: DataConfig, seed: int) -> dic
             splits[task][split] = [pool[i] for i in order[start : start + size]]
             start += size
     return splits
+
+
+def client_names(count: int) -> list[str]:
+    """Names of simulated clients, in an order that sorting keeps."""
+    digits = len(str(count - 1))
+    return [f"client_{i:0{digits}d}" for i in range(count)]
 
 
 def dirichlet_partition(

@@ -8,8 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from fedweave.data.examples import Example, Task
-from fedweave.data.jsonl import read_rows
-from fedweave.errors import UserError, first_line
+from fedweave.data.files import read_rows
+from fedweave.data.hub import load_hub
+from fedweave.errors import UserError
 
 Pool = list[Example]  # all rows of a task, official splits in order
 SPLITS = ("train", "validation", "test")
@@ -124,21 +125,7 @@ def _from_folder(source: Source, folder: Path) -> Pool:
 
 
 def _from_hub(source: Source) -> Pool:
-    try:
-        from datasets import load_dataset
-    except ImportError:
-        raise UserError(
-            "data.source=paper without data.path reads the hub and needs the datasets package: "
-            "pip install 'fedweave[hub]', or name a local folder in data.path."
-        ) from None
-    try:
-        splits = load_dataset(source.hub, source.hub_config)
-    except Exception as error:
-        reason = first_line(error)
-        raise UserError(
-            f"{source.task.title} cannot be loaded from the hub as {source.hub} ({reason}); connect to the hub "
-            "or name a local folder in data.path."
-        ) from error
+    splits = load_hub(source.hub, source.hub_config, source.task.title)
     where = source.hub
     return [
         _example(source, row, split, n, f"{where}/{split}:{n}")

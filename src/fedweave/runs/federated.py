@@ -18,8 +18,9 @@ from fedweave.backbone.load import Backbone, load_backbone
 from fedweave.config import Config
 from fedweave.console import Console
 from fedweave.data.examples import Example, Task
-from fedweave.data.jsonl import read_examples
+from fedweave.data.own import read_examples
 from fedweave.data.own_tasks import own_tasks
+from fedweave.data.rows import read_fields
 from fedweave.errors import UserError
 from fedweave.federation.engine import InProcessEngine
 from fedweave.federation.evaluate import Loss
@@ -123,7 +124,7 @@ def load_test(config: Config, console: Console) -> ServerTest | None:
     if config.federation.test is None:
         return None
     path = Path(config.federation.test).expanduser()
-    rows: list[Example] = read_examples(path) if path.is_file() else []
+    rows: list[Example] = read_examples(path, read_fields(config.data.fields)) if path.is_file() else []
     if not rows:
         raise UserError(f"federation.test={path}: there is no such file, or it is empty.")
     backbone = load_backbone(config.backbone)

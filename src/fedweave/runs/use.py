@@ -13,8 +13,9 @@ from fedweave.config import Config, from_tree, split_overrides
 from fedweave.console import Console, table
 from fedweave.data import load_data
 from fedweave.data.examples import Example, Task
-from fedweave.data.jsonl import read_examples
+from fedweave.data.own import read_examples
 from fedweave.data.own_tasks import own_tasks
+from fedweave.data.rows import read_fields
 from fedweave.errors import UserError
 from fedweave.experts.mixture import Mixture
 from fedweave.inference.model import FedWeaveModel
@@ -104,7 +105,7 @@ def _examples(config: Config, data: Path | None, console: Console) -> tuple[list
         return loaded.test, loaded.tasks
     if not data.is_file():
         raise UserError(f"--data {data}: there is no such file.")
-    examples = read_examples(data)
+    examples = read_examples(data, read_fields(config.data.fields))
     if not examples:
         raise UserError(f"--data {data}: the file is empty.")
     tasks, notes = own_tasks(config, examples)
