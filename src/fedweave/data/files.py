@@ -29,6 +29,12 @@ def refuse(error: UserError) -> None:
     raise error
 
 
+def shown(text: str) -> str:
+    """A name of the user's inside a sentence: one line, not too long, nothing that a terminal chokes on."""
+    text = text if text.isprintable() else ascii(text)[1:-1]
+    return text if len(text) <= 200 else f"{text[:199]}…"
+
+
 def split_name(name: str) -> tuple[str, str] | None:
     """("site_a", ".jsonl") of site_a.jsonl or site_a.jsonl.gz; None where the name is not that of a data file."""
     lower = name.lower()

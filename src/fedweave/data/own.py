@@ -15,12 +15,12 @@ import numpy as np
 
 from fedweave.config import Config, DataConfig
 from fedweave.data.examples import Example, FederatedData
-from fedweave.data.files import KINDS, Complain, Row, read_rows, refuse, split_name
+from fedweave.data.files import KINDS, Complain, Row, read_rows, refuse, shown, split_name
 from fedweave.data.hub import HUB, hub_rows
 from fedweave.data.own_tasks import own_tasks
 from fedweave.data.partition import client_names, dirichlet_partition
 from fedweave.data.remarks import look_alikes, odd_names, overlap_note
-from fedweave.data.rows import Fields, client_of, read_fields, to_example
+from fedweave.data.rows import Fields, client_of, is_name, read_fields, to_example
 from fedweave.errors import UserError, first_line
 from fedweave.experts.dropout import stream_key
 
@@ -65,16 +65,18 @@ def gather(config: DataConfig, complain: Complain = refuse) -> Gathered:
 
 def find_path(text: str) -> Path:
     """``data.path`` on this machine."""
-    shown = text if len(text) <= 200 else f"{text[:200]}…"
     try:
+        text.encode()
         path = Path(text).expanduser()
         path.stat()
         return path
     except FileNotFoundError:
-        raise UserError(f"data.path={shown}: there is no such folder or file.") from None
+        raise UserError(f"data.path={shown(text)}: there is no such folder or file.") from None
+    except UnicodeEncodeError:
+        raise UserError(f"data.path={shown(text)} is not UTF-8; rename it.") from None
     except (OSError, ValueError, RuntimeError) as error:  # too long, a NUL in it, no right to look, ~nobody
         reason = error.strerror if isinstance(error, OSError) else first_line(error)
-        raise UserError(f"data.path={shown} cannot be opened: {reason}.") from None
+        raise UserError(f"data.path={shown(text)} cannot be opened: {reason}.") from None
 
 
 def _folder(folder: Path, fields: Fields, complain: Complain) -> Gathered:
@@ -88,7 +90,9 @@ def _folder(folder: Path, fields: Fields, complain: Complain) -> Gathered:
         if parts is None:
             continue
         name = parts[0]
-        if name in named:
+        if not is_name(name):
+            complain(UserError(f"{shown(path.name)} names a client, and must be short and printable; rename it."))
+        elif name in named:
             complain(UserError(f"{named[name]} and {path.name} are the same client; keep one."))
         elif name not in HELD_OUT and name.lower() in HELD_OUT:
             complain(UserError(f"{path} is taken for a client; rename it to {path.name.lower()}."))

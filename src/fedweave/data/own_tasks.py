@@ -59,7 +59,8 @@ def own_tasks(config: Config, examples: Sequence[Example]) -> tuple[dict[str, Ta
         metric = chosen.get(name, chosen.get("", own.metric))
         why = ""
         if metric == "auto":
-            metric, why = choose_metric([e.response for e in rows[name]])
+            some = rows[name][:: 1 + len(rows[name]) // 1000]  # a thousand tell as much as a million
+            metric, why = choose_metric([e.response for e in some])
         task = Task(
             name,
             own.title or name,

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from fedweave.data.examples import Example
-from fedweave.data.files import split_name
+from fedweave.data.files import shown, split_name
 
 # Names that people give to held-out rows; here they would be clients.
 _MEANT = {
@@ -21,19 +21,19 @@ def look_alikes(files: Iterable[Path]) -> list[str]:
     """Files of a folder that look like data and are not read."""
     out = []
     for path in files:
-        name = path.name.lower()
-        if split_name(path.name) is None and any(f".{kind}" in name for kind in _DATA_LIKE):
-            out.append(
-                f"{path.name} looks like data and is not read; clients are .jsonl, .csv, .tsv or .parquet files."
-            )
-        elif split_name(path.name) is None and path.is_dir() and _holds_data(path):
-            out.append(f"{path.name}/ holds data files and is not read; a client is a file of the folder itself.")
+        name = shown(path.name)
+        if split_name(path.name) is not None:
+            continue
+        if any(f".{kind}" in name.lower() for kind in _DATA_LIKE):
+            out.append(f"{name} looks like data and is not read; clients are .jsonl, .csv, .tsv or .parquet files.")
+        elif _holds_data(path):
+            out.append(f"{name}/ holds data files and is not read; a client is a file of the folder itself.")
     return out
 
 
 def _holds_data(folder: Path) -> bool:
     try:
-        return any(split_name(p.name) for p in folder.iterdir() if not p.name.startswith("."))
+        return folder.is_dir() and any(split_name(p.name) for p in folder.iterdir() if not p.name.startswith("."))
     except OSError:
         return False
 

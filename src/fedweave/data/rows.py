@@ -72,6 +72,11 @@ def to_example(row: Row, where: str, fields: Fields) -> Example:
     return Example(turns, response, task, where)
 
 
+def is_name(text: str) -> bool:
+    """Whether a table, a file and a terminal can show it."""
+    return 0 < len(text) <= LONGEST_NAME and text.isprintable()
+
+
 def client_of(row: Row, where: str, fields: Fields) -> str | None:
     """Whose row it is, where it says so."""
     name = _label(row, "client", where, fields)
@@ -127,7 +132,7 @@ def _label(row: Row, what: str, where: str, fields: Fields) -> str | None:
         raise UserError(
             f"{where}: {column!r} must be a non-empty text, not {reprlib.repr(value)}; leave it out if unknown."
         )
-    if len(value) > LONGEST_NAME or not value.isprintable():
+    if not is_name(value):
         raise UserError(
             f"{where}: {column!r} must be a name of at most {LONGEST_NAME} printable characters, not "
             f"{reprlib.repr(value)}."
