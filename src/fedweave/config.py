@@ -65,7 +65,7 @@ class DataConfig:
         (), "jsonl: names of your columns, as in prompt=question,response=answer,client=site.", pairs=True
     )
     clients: int = setting(20, "Number of simulated clients (sample, paper, own rows without a client).", low=1)
-    alpha: float = setting(0.3, "Dirichlet concentration of the clients' task mixtures.", low=1e-3)
+    alpha: float = setting(0.3, "Dirichlet concentration of the clients' task mixtures.", low=1e-3, high=1e9)
     train: int = setting(2000, "Training examples per task (sample and paper).", low=1)
     validation: int = setting(100, "Validation examples per task.", low=1)
     test: int = setting(400, "Test examples per task.", low=1)

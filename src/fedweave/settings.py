@@ -16,7 +16,7 @@ from typing import Any, Literal
 
 import yaml
 
-from fedweave.errors import UserError, nearest
+from fedweave.errors import UserError, first_line, nearest
 
 
 def setting(
@@ -61,7 +61,9 @@ def read_yaml(text: str, where: str) -> dict[str, Any]:
     except (yaml.YAMLError, ValueError, RecursionError) as error:
         mark = getattr(error, "problem_mark", None)
         line = f", line {mark.line + 1}" if mark else ""
-        raise UserError(f"{where}{line} is not valid YAML: {getattr(error, 'problem', error)}.") from None
+        raise UserError(
+            f"{where}{line} is not valid YAML: {getattr(error, 'problem', None) or first_line(error)}."
+        ) from None
     if tree is None:
         return {}
     if not isinstance(tree, dict):

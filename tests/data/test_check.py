@@ -93,7 +93,7 @@ def test_metrics_are_part_of_the_verdict(folder):
 
 def test_a_path_that_is_not_there_is_a_fault(tmp_path):
     found = check(tmp_path / "nowhere")
-    assert "there is no such folder or file" in found.faults[0]["what"] and not found.clients
+    assert "there is no such file or folder" in found.faults[0]["what"] and not found.clients
 
 
 # -------------------------------------------------------------------------------------- what one wants to know

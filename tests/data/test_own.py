@@ -142,7 +142,7 @@ def test_damaged_gzip_is_a_user_error(write):
 
 
 def test_missing_folder_is_a_user_error(tmp_path):
-    with pytest.raises(UserError, match=r"data\.path=.*nowhere: there is no such folder"):
+    with pytest.raises(UserError, match=r"data\.path=.*nowhere: there is no such file or folder"):
         load(tmp_path / "nowhere")
 
 

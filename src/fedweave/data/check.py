@@ -16,6 +16,7 @@ import numpy as np
 
 from fedweave.config import Config
 from fedweave.data.examples import Example, FederatedData
+from fedweave.data.files import shown
 from fedweave.data.own import HELD_OUT, Gathered, divide, gather
 from fedweave.data.remarks import overlap, row_key
 from fedweave.data.scripts import scripts
@@ -95,7 +96,7 @@ class Check:
 
 def check_own(config: Config, reader: Reader) -> Check:
     """Read, divide and measure own data as a run would; nothing raises."""
-    check = Check(str(config.data.path), reader.unit)
+    check = Check(shown(str(config.data.path)), reader.unit)
 
     def complain(error: UserError) -> None:
         check.faults.append(_fault(str(error), check.data))

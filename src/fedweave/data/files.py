@@ -9,6 +9,7 @@ import csv
 import gzip
 import io
 import json
+import unicodedata
 import zlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -35,6 +36,21 @@ def shown(text: str) -> str:
     return text if len(text) <= 200 else f"{text[:199]}…"
 
 
+def find_path(text: str, key: str = "data.path=") -> Path:
+    """A path that a user gave under ``key`` and that can be opened."""
+    if any(unicodedata.category(character) in ("Cc", "Cs") for character in text):
+        raise UserError(f"{key}{shown(text)} has characters in its name that no text has; rename it.")
+    try:
+        path = Path(text).expanduser()
+        path.stat()
+        return path
+    except FileNotFoundError:
+        raise UserError(f"{key}{shown(text)}: there is no such file or folder.") from None
+    except (OSError, ValueError, RuntimeError) as error:  # too long, no right to look, ~nobody
+        reason = error.strerror if isinstance(error, OSError) else first_line(error)
+        raise UserError(f"{key}{shown(text)} cannot be opened: {reason}.") from None
+
+
 def split_name(name: str) -> tuple[str, str] | None:
     """("site_a", ".jsonl") of site_a.jsonl or site_a.jsonl.gz; None where the name is not that of a data file."""
     lower = name.lower()
@@ -47,6 +63,8 @@ def split_name(name: str) -> tuple[str, str] | None:
 
 def read_rows(path: Path, complain: Complain = refuse) -> Iterator[tuple[int, Row]]:
     """(line or row number, row) of a file."""
+    if not path.is_file():  # a pipe would wait for ever
+        raise UserError(f"{path} is no file.")
     name = path.name.lower().removesuffix(".gz")
     if name.endswith(".parquet"):
         return _parquet(path)
@@ -58,8 +76,6 @@ def read_rows(path: Path, complain: Complain = refuse) -> Iterator[tuple[int, Ro
 
 def _bytes(path: Path) -> bytes:
     try:
-        if not path.is_file():  # a pipe would wait for ever
-            raise UserError(f"{path} is no file.")
         data = path.read_bytes()
         if path.suffix.lower() == ".gz":
             data = gzip.decompress(data)
@@ -134,8 +150,8 @@ def _csv(path: Path, data: bytes, complain: Complain) -> Iterator[tuple[int, Row
             return
         except csv.Error as error:
             if header is None:
-                raise UserError(f"{path}:1: the header is no CSV ({first_line(error)}).") from None
-            complain(UserError(f"{path}:{number}: not valid CSV ({first_line(error)}); look for a stray quote."))
+                raise UserError(f"{path}:1: the header is no CSV ({shown(str(error))}).") from None
+            complain(UserError(f"{path}:{number}: not valid CSV ({shown(str(error))}); look for a stray quote."))
             continue
         if not any(cell.strip() for cell in cells):
             continue

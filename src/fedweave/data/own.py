@@ -15,13 +15,13 @@ import numpy as np
 
 from fedweave.config import Config, DataConfig
 from fedweave.data.examples import Example, FederatedData
-from fedweave.data.files import KINDS, Complain, Row, read_rows, refuse, shown, split_name
+from fedweave.data.files import KINDS, Complain, Row, find_path, read_rows, refuse, shown, split_name
 from fedweave.data.hub import HUB, hub_rows
 from fedweave.data.own_tasks import own_tasks
 from fedweave.data.partition import client_names, dirichlet_partition
 from fedweave.data.remarks import look_alikes, odd_names, overlap_note
 from fedweave.data.rows import Fields, client_of, is_name, read_fields, to_example
-from fedweave.errors import UserError, first_line
+from fedweave.errors import UserError
 from fedweave.experts.dropout import stream_key
 
 HELD_OUT = ("validation", "test")
@@ -61,22 +61,6 @@ def gather(config: DataConfig, complain: Complain = refuse) -> Gathered:
     if path.is_dir():
         return _folder(path, fields, complain)
     return _by_client(_read(path, fields, complain, by_client=True), Gathered(), path.name, complain)
-
-
-def find_path(text: str) -> Path:
-    """``data.path`` on this machine."""
-    try:
-        text.encode()
-        path = Path(text).expanduser()
-        path.stat()
-        return path
-    except FileNotFoundError:
-        raise UserError(f"data.path={shown(text)}: there is no such folder or file.") from None
-    except UnicodeEncodeError:
-        raise UserError(f"data.path={shown(text)} is not UTF-8; rename it.") from None
-    except (OSError, ValueError, RuntimeError) as error:  # too long, a NUL in it, no right to look, ~nobody
-        reason = error.strerror if isinstance(error, OSError) else first_line(error)
-        raise UserError(f"data.path={shown(text)} cannot be opened: {reason}.") from None
 
 
 def _folder(folder: Path, fields: Fields, complain: Complain) -> Gathered:

@@ -17,6 +17,7 @@ from pathlib import Path
 
 from fedweave.config import Config, EvaluationConfig
 from fedweave.data.examples import Example, Task
+from fedweave.data.files import shown
 from fedweave.data.scripts import word_count
 from fedweave.errors import UserError, nearest
 from fedweave.settings import build, read_yaml, setting
@@ -73,7 +74,7 @@ def own_tasks(config: Config, examples: Sequence[Example]) -> tuple[dict[str, Ta
         said.append(f"{task.title} by {metric}{why and f' ({why})'}")
     for name in [*chosen, *settings]:
         if name and name not in tasks:
-            notes.append(f"a metric is named for {name!r}, but no row has that task: {nearest(name, tasks)}")
+            notes.append(f"a metric is named for {shown(name)!r}, but no row has that task: {nearest(name, tasks)}")
     return tasks, [f"scores: {'; '.join(said)}; evaluation.metrics chooses others.", *notes]
 
 
@@ -90,14 +91,17 @@ def read_task_settings(path: Path) -> dict[str, TaskSettings]:
     try:
         if not path.exists():
             return {}
-        tree = read_yaml(path.read_text(encoding="utf-8"), str(path))
+        if not path.is_file():  # a pipe would wait for ever
+            raise UserError(f"{path} is no file.")
+        tree = read_yaml(path.read_text(encoding="utf-8-sig"), str(path))
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(f"{path} cannot be read as UTF-8 text: {error}.") from None
     found = {}
     for name, entry in tree.items():
         own = entry if isinstance(entry, dict) else {"metric": entry}
-        found[str(name)] = build(TaskSettings, own, f"{path}: {name}.", what="key")
-        _check_name(found[str(name)].metric, f"{path}: {name}", code=False)
+        where = f"{path}: {shown(str(name))}"
+        found[str(name)] = build(TaskSettings, own, f"{where}.", what="key")
+        _check_name(found[str(name)].metric, where, code=False)
     return found
 
 
@@ -114,11 +118,12 @@ def _chosen(evaluation: EvaluationConfig) -> dict[str, str]:
 def _check_name(metric: str, where: str, code: bool) -> None:
     if ":" in metric and not code:
         raise UserError(
-            f"{where}: {metric} is a Python function, and data does not run code; name it in evaluation.metrics."
+            f"{where}: {shown(metric)} is a Python function, and data does not run code; name it in "
+            "evaluation.metrics."
         )
     if metric != "auto" and metric not in NAMES and ":" not in metric:
         own = ", module:function" if code else ""
-        raise UserError(f"{where}: there is no metric {metric!r}; there are auto, {', '.join(NAMES)}{own}.")
+        raise UserError(f"{where}: there is no metric {shown(metric)!r}; there are auto, {', '.join(NAMES)}{own}.")
 
 
 def _labels(name: str, rows: Sequence[Example]) -> tuple[str, ...]:

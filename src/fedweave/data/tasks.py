@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from fedweave.data.examples import Example, Task
-from fedweave.data.files import read_rows
+from fedweave.data.files import find_path, read_rows
 from fedweave.data.hub import load_hub
 from fedweave.errors import UserError
 
@@ -89,7 +89,7 @@ def load_paper_tasks(path: str | None) -> tuple[dict[str, Pool], dict[str, Task]
         if path is None:
             pool = _from_hub(source)
         else:
-            folder = _find_folder(Path(path).expanduser(), source)
+            folder = _find_folder(find_path(path), source)
             if folder.name == "coedit_style":  # under its own name in every output, not only in the tables
                 source = replace(source, task=replace(source.task, name="coedit_style", title="CoEdIT-style"))
                 notes.append(STAND_IN)
@@ -99,8 +99,6 @@ def load_paper_tasks(path: str | None) -> tuple[dict[str, Pool], dict[str, Task]
 
 
 def _find_folder(root: Path, source: Source) -> Path:
-    if not root.is_dir():
-        raise UserError(f"data.path={root}: there is no such folder.")
     for name in source.folders:
         if (root / name).is_dir():
             return root / name
