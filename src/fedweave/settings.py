@@ -16,12 +16,15 @@ from typing import Any, Literal
 
 import yaml
 
-from fedweave.errors import UserError, nearest
+from fedweave.errors import UserError, first_line, nearest
 
 
-def setting(default: Any, doc: str, *, low: float | None = None, high: float | None = None) -> Any:
-    """A config field with its documentation and its closed range: of a number, or of a list's length."""
-    return field(default=default, metadata={"doc": doc, "low": low, "high": high})
+def setting(
+    default: Any, doc: str, *, low: float | None = None, high: float | None = None, pairs: bool = False
+) -> Any:
+    """A config field with its documentation and its closed range: of a number, or of a list's length. A list of
+    ``pairs`` may be written as {key: value} and, on a command line, as key=value,key=value."""
+    return field(default=default, metadata={"doc": doc, "low": low, "high": high, "pairs": pairs})
 
 
 def to_tree(config: Any) -> dict[str, Any]:
@@ -63,10 +66,12 @@ def describe(cls: type, prefix: str = "") -> list[tuple[str, str, str]]:
 def read_yaml(text: str, where: str) -> dict[str, Any]:
     try:
         tree = yaml.safe_load(text)
-    except (yaml.YAMLError, ValueError) as error:
+    except (yaml.YAMLError, ValueError, RecursionError) as error:
         mark = getattr(error, "problem_mark", None)
         line = f", line {mark.line + 1}" if mark else ""
-        raise UserError(f"{where}{line} is not valid YAML: {getattr(error, 'problem', error)}.") from None
+        raise UserError(
+            f"{where}{line} is not valid YAML: {getattr(error, 'problem', None) or first_line(error)}."
+        ) from None
     if tree is None:
         return {}
     if not isinstance(tree, dict):
@@ -77,7 +82,7 @@ def read_yaml(text: str, where: str) -> dict[str, Any]:
 def read_yaml_value(text: str, key: str) -> Any:
     try:
         return yaml.safe_load(text)
-    except (yaml.YAMLError, ValueError):
+    except (yaml.YAMLError, ValueError, RecursionError):
         raise UserError(f"the value of {key} is not valid YAML: {text!r}.") from None
 
 
@@ -150,6 +155,8 @@ def _convert(value: Any, hint: Any, key: str, limits: typing.Mapping[str, Any]) 
                     problem = problem or error
         raise problem or UserError(f"{key}={value!r} is not allowed.")
     if origin is tuple:
+        if limits.get("pairs"):
+            value = _pairs(value)
         items = [value] if isinstance(value, str) else value
         fewest = limits.get("low") or 0
         if not isinstance(items, list | tuple) or len(items) < fewest or not all(isinstance(v, str) for v in items):
@@ -164,6 +171,13 @@ def _convert(value: Any, hint: Any, key: str, limits: typing.Mapping[str, Any]) 
     if not isinstance(value, str):
         raise UserError(f"{key} must be text, not {value!r}.")
     return value
+
+
+def _pairs(value: Any) -> Any:
+    """A list of "key=value", however it was written."""
+    if isinstance(value, dict):
+        return [f"{key}={item}" for key, item in value.items()]
+    return [part.strip() for part in value.split(",") if part.strip()] if isinstance(value, str) else value
 
 
 def _number(value: Any, hint: type, key: str, limits: typing.Mapping[str, Any]) -> int | float:

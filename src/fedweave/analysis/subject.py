@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from fedweave.console import Console
-from fedweave.data.jsonl import UNLABELLED
+from fedweave.data.rows import UNLABELLED
 from fedweave.errors import UserError
 from fedweave.federation.client import Client
 from fedweave.federation.method import Method

@@ -38,8 +38,9 @@ class Task:
 
     name: str
     title: str  # as shown in tables
-    metric: str  # a key of evaluation.scores.METRICS
+    metric: str  # a key of metrics.scores.METRICS; own data: also "module:function"
     max_new_tokens: int
+    labels: tuple[str, ...] = ()  # metric "labels": the answers that there are
 
 
 @dataclass

@@ -13,10 +13,11 @@ from pathlib import Path
 from typing import Any
 
 from fedweave.data.examples import Example, Task
-from fedweave.data.jsonl import read_rows
+from fedweave.data.files import read_rows
 from fedweave.data.tasks import Pool
 from fedweave.data.wordings import WORDINGS, Request, check_wording, choose, render
 from fedweave.errors import UserError, nearest
+from fedweave.metrics.scores import METRICS
 
 ROLES = ("seen", "unseen")
 FEW_ANSWERS = 20  # a task with no more different answers than that is a choice, not free text
@@ -101,8 +102,6 @@ def _entries(path: Path, max_new_tokens: int) -> dict[str, Entry]:
 
 
 def _metric(name: str, where: str) -> str:
-    from fedweave.evaluation.scores import METRICS  # which knows the paper's tasks
-
     if name and name not in METRICS:
         raise UserError(f"{where}: 'metric' {name!r} is unknown: {nearest(name, METRICS)}")
     return name

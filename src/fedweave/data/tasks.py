@@ -8,13 +8,14 @@ from pathlib import Path
 from typing import Any
 
 from fedweave.data.examples import Example, Task
-from fedweave.data.jsonl import read_rows
+from fedweave.data.files import find_path, read_rows
+from fedweave.data.hub import load_hub
 from fedweave.data.wordings import USUAL, Request, choose, render
-from fedweave.errors import UserError, first_line
+from fedweave.errors import UserError
+from fedweave.metrics.scores import SENTIMENTS
 
 Pool = list[Example]  # all rows of a task, official splits in order
 SPLITS = ("train", "validation", "test")
-SENTIMENTS = ("negative", "neutral", "positive")
 
 
 @dataclass(frozen=True)
@@ -151,7 +152,7 @@ def load_paper_tasks(
         if path is None:
             pool = _from_hub(source, row_of)
         else:
-            folder = _find_folder(Path(path).expanduser(), source)
+            folder = _find_folder(find_path(path), source)
             if folder.name == "coedit_style":  # under its own name in every output, not only in the tables
                 source = replace(source, task=replace(source.task, name="coedit_style", title="CoEdIT-style"))
                 notes.append(STAND_IN)
@@ -162,8 +163,6 @@ def load_paper_tasks(
 
 
 def _find_folder(root: Path, source: Source) -> Path:
-    if not root.is_dir():
-        raise UserError(f"data.path={root}: there is no such folder.")
     for name in source.folders:
         if (root / name).is_dir():
             return root / name
@@ -186,21 +185,7 @@ def _from_folder(row_of: _RowReader, folder: Path) -> Pool:
 
 
 def _from_hub(source: Source, row_of: _RowReader) -> Pool:
-    try:
-        from datasets import load_dataset
-    except ImportError:
-        raise UserError(
-            "data.source=paper without data.path reads the hub and needs the datasets package: "
-            "pip install 'fedweave[hub]', or name a local folder in data.path."
-        ) from None
-    try:
-        splits = load_dataset(source.hub, source.hub_config)
-    except Exception as error:
-        reason = first_line(error)
-        raise UserError(
-            f"{source.task.title} cannot be loaded from the hub as {source.hub} ({reason}); connect to the hub "
-            "or name a local folder in data.path."
-        ) from error
+    splits = load_hub(source.hub, source.hub_config, source.task.title)
     where = source.hub
     return [
         row_of(row, split, n, f"{where}/{split}:{n}", source.folders[0])

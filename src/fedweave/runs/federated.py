@@ -6,7 +6,6 @@ import math
 import time
 import uuid
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -18,7 +17,10 @@ from fedweave.backbone.load import Backbone, load_backbone
 from fedweave.config import Config
 from fedweave.console import Console
 from fedweave.data.examples import Example, Task
-from fedweave.data.jsonl import read_examples
+from fedweave.data.files import find_path
+from fedweave.data.own import read_examples
+from fedweave.data.own_tasks import own_tasks
+from fedweave.data.rows import read_fields
 from fedweave.errors import UserError
 from fedweave.federation.engines.flower.engine import FlowerEngine, public
 from fedweave.federation.engines.in_process import InProcessEngine
@@ -124,13 +126,13 @@ def load_test(config: Config, console: Console) -> ServerTest | None:
     """The file that ``federation.test`` names; None without one, and then the server loads no model."""
     if config.federation.test is None:
         return None
-    path = Path(config.federation.test).expanduser()
-    rows: list[Example] = read_examples(path) if path.is_file() else []
+    path = find_path(config.federation.test, "federation.test=")
+    rows: list[Example] = read_examples(path, read_fields(config.data.fields))
     if not rows:
-        raise UserError(f"federation.test={path}: there is no such file, or it is empty.")
+        raise UserError(f"federation.test={path}: the file is empty.")
     backbone = load_backbone(config.backbone)
     rows, encoded = encode(backbone, rows, config.data.long_answers, console)
     features = compute_features(backbone, [e.prompt for e in encoded], console)
-    tasks = {e.task: Task(e.task, e.task, "rouge", config.evaluation.max_new_tokens) for e in rows}
+    tasks, notes = own_tasks(config, rows)
     engine = InProcessEngine(backbone, [], config, console)
-    return ServerTest(config, backbone, engine, held_out(rows, encoded, features), tasks, [])
+    return ServerTest(config, backbone, engine, held_out(rows, encoded, features), tasks, notes)

@@ -15,13 +15,13 @@ from fedweave.data.examples import Task
 from fedweave.errors import UserError
 from fedweave.evaluation.audit import per_task, routing_table
 from fedweave.evaluation.losses import example_losses
-from fedweave.evaluation.scores import scores
 from fedweave.experts.mixture import Mixture
 from fedweave.federation.method import Method
 from fedweave.federation.state import ServerState
 from fedweave.inference.generate import generate
 from fedweave.inference.model import FedWeaveModel
 from fedweave.methods import build_method
+from fedweave.metrics.scores import scores
 from fedweave.router.mlp import sparsify
 from fedweave.runs.workspace import TestSet
 
@@ -137,7 +137,7 @@ def _scores(
             settings.batch_size,
             bar,
         )
-        each = scores(task.metric, answers, [held.references[i] for i in rows], settings.rouge)
+        each = scores(task.metric, answers, [held.references[i] for i in rows], settings.rouge, task.labels)
         means[name] = float(np.mean(each))
         if predictions is not None:
             predictions += [

@@ -21,7 +21,10 @@ from fedweave.config import Config, from_tree, split_overrides
 from fedweave.console import Console, table
 from fedweave.data import load_data
 from fedweave.data.examples import Example, Task
-from fedweave.data.jsonl import read_examples
+from fedweave.data.files import find_path
+from fedweave.data.own import read_examples
+from fedweave.data.own_tasks import own_tasks
+from fedweave.data.rows import read_fields
 from fedweave.errors import UserError
 from fedweave.experts.mixture import Mixture
 from fedweave.inference.model import FedWeaveModel
@@ -162,10 +165,10 @@ def _examples(config: Config, data: Path | None, console: Console) -> tuple[list
         for note in loaded.notes:
             console.say(f"note: {note}")
         return loaded.test, loaded.tasks
-    if not data.is_file():
-        raise UserError(f"--data {data}: there is no such file.")
-    examples = read_examples(data)
+    examples = read_examples(find_path(str(data), "--data "), read_fields(config.data.fields))
     if not examples:
         raise UserError(f"--data {data}: the file is empty.")
-    tasks = {e.task: Task(e.task, e.task, "rouge", config.evaluation.max_new_tokens) for e in examples}
+    tasks, notes = own_tasks(config, examples)
+    for note in notes:
+        console.say(f"note: {note}")
     return examples, tasks

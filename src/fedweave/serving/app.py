@@ -10,12 +10,11 @@ from typing import Any, Literal
 
 from fastapi import FastAPI, Request
 from fastapi.responses import HTMLResponse, JSONResponse, Response
-from jinja2 import TemplateError
 from starlette.concurrency import run_in_threadpool
 
 from fedweave.backbone.load import Backbone
 from fedweave.backbone.prompts import EncodedPrompt, LongAnswer
-from fedweave.errors import UserError, first_line
+from fedweave.errors import UserError
 from fedweave.serving.answers import Answers, EventStream, Gone, unless_gone
 from fedweave.serving.guard import ApiError, Guard, speak_openai
 from fedweave.serving.jobs import Backend, Busy, Job, Limits
@@ -55,8 +54,6 @@ class Api:
                 encoded = [prompts.encode_raw(text) for text in body.prompts()]
         except LongAnswer:
             raise ApiError(400, too_long, "context_length_exceeded") from None
-        except TemplateError as error:  # some templates insist on an order of roles
-            raise UserError(f"messages: the chat template refuses them ({first_line(error)}).") from None
         if not encoded or not all(len(prompt.ids) for prompt in encoded):
             raise UserError("prompt: there is nothing to continue.")
         if any(prompt.truncated for prompt in encoded):
