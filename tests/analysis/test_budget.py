@@ -14,6 +14,7 @@ from fedweave.config import load_config
 from fedweave.errors import UserError
 from fedweave.methods import METHODS, build_method
 from fedweave.methods.payload import PAYLOADS, trained_parameters
+from fedweave.runs.reading import read_run
 from tests.methods.conftest import config, make_engine, with_method  # noqa: F401
 
 PAPER = load_config("paper")
@@ -168,10 +169,10 @@ def test_counted_bytes_stand_beside_their_prediction(tiny_run, tmp_path):
         if event["event"] == "round":
             event |= {"bytes_up": {"client_0": 7, "client_1": 5}, "bytes_down": 10}
     (folder / "metrics.jsonl").write_text("".join(json.dumps(event) + "\n" for event in events))
-    rows = {row.what: row for row in run_costs(folder).spent}
+    rows = {row.what: row for row in run_costs(read_run(folder)).spent}
     assert rows["sent by clients"].measured == 3 * 12 and rows["sent to clients"].measured == 3 * 3 * 10
     # three clients receive everything in three rounds; they send only the experts that they serve
-    budget = run_costs(folder).budget
+    budget = run_costs(read_run(folder)).budget
     assert rows["sent to clients"].predicted == 9 * budget.round_bytes("fedweave")[1]
     assert 0 < rows["sent by clients"].predicted <= 9 * budget.round_bytes("fedweave")[0]
 

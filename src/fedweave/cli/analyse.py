@@ -53,7 +53,7 @@ def register(verbs: Verbs) -> None:
 
 def _diagnose(arguments: argparse.Namespace, console: Console) -> None:
     from fedweave.analysis.diagnose import diagnose
-    from fedweave.analysis.findings import render
+    from fedweave.analysis.verdicts import render
 
     which = "last" if arguments.last else "start" if arguments.start else "best"
     found = diagnose(arguments.folder, console, arguments.clients, arguments.batches, which, arguments.router_rate)
@@ -73,8 +73,9 @@ def _budget(arguments: argparse.Namespace, console: Console) -> None:
         if len(subjects) > 1 or any(not item.startswith("precision=") for item in settings):
             raise UserError("the budget of a run stands alone; only precision=… may be set beside it.")
         from fedweave.analysis.spent import run_costs
+        from fedweave.runs.reading import read_run
 
-        costs = run_costs(Path(runs[0]), *(item.partition("=")[2] for item in settings[-1:]))
+        costs = run_costs(read_run(Path(runs[0])), *(item.partition("=")[2] for item in settings[-1:]))
         budgets, discovers, spent = [costs.budget], costs.discovers, costs.spent
     else:
         from fedweave.analysis.budget import predict
