@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -17,6 +16,7 @@ from fedweave.experts.layout import AdapterLayout
 from fedweave.experts.mixture import Mixture
 from fedweave.inference.model import FedWeaveModel
 from fedweave.router.mlp import RouterLayout
+from fedweave.schema import Description
 from fedweave.settings import build
 
 
@@ -35,10 +35,10 @@ def load_bundle(folder: Path, model: str | None = None, device: str = "auto") ->
     )
 
 
-def verify_bundle(folder: Path) -> dict[str, Any]:
+def verify_bundle(folder: Path) -> Description:
     """What fedweave.json says, once every file that it lists is there and unchanged."""
     try:
-        description = json.loads((folder / "fedweave.json").read_text(encoding="utf-8"))
+        description: Description = json.loads((folder / "fedweave.json").read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise UserError(f"{folder} is no bundle: fedweave.json cannot be read ({error}).") from None
     if not isinstance(description, dict) or description.get("schema") != 1:
@@ -52,7 +52,7 @@ def verify_bundle(folder: Path) -> dict[str, Any]:
     return description
 
 
-def bundle_backbone(description: dict[str, Any], model: str | None, device: str) -> BackboneConfig:
+def bundle_backbone(description: Description, model: str | None, device: str) -> BackboneConfig:
     settings = {**description["backbone"], "device": device, "dtype": "auto"}
     if model is not None:
         settings["model"] = model
@@ -60,7 +60,7 @@ def bundle_backbone(description: dict[str, Any], model: str | None, device: str)
 
 
 def read_state(
-    folder: Path, description: dict[str, Any], backbone: Backbone, layers: dict[str, torch.nn.Linear]
+    folder: Path, description: Description, backbone: Backbone, layers: dict[str, torch.nn.Linear]
 ) -> tuple[AdapterLayout, torch.Tensor, RouterLayout | None, torch.Tensor | None]:
     """(layout, θ [P], router, φ [R, Q]) on the backbone's device; the backbone must be the one trained on."""
     if backbone.fingerprint != description["fingerprint"]:

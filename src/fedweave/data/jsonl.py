@@ -10,7 +10,7 @@ from __future__ import annotations
 import gzip
 import json
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -52,6 +52,21 @@ def read_rows(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
 def read_examples(path: Path) -> list[Example]:
     """The rows of one file as examples."""
     return [_example(row, f"{path.name}:{number}") for number, row in read_rows(path)]
+
+
+def read_test(path: Path, named: str, longest: int) -> tuple[list[Example], dict[str, Task]]:
+    """A file to test on, and how its answers are scored; ``named`` says where the user named it."""
+    if not path.is_file():
+        raise UserError(f"{named}: there is no such file.")
+    examples = read_examples(path)
+    if not examples:
+        raise UserError(f"{named}: the file is empty.")
+    return examples, own_tasks((e.task for e in examples), longest)
+
+
+def own_tasks(labels: Iterable[str], longest: int) -> dict[str, Task]:
+    """Tasks of a user's own rows: answers of at most ``longest`` tokens, scored by ROUGE."""
+    return {label: Task(label, label, "rouge", longest) for label in dict.fromkeys(labels)}
 
 
 def _example(row: dict[str, Any], where: str) -> Example:
@@ -116,7 +131,7 @@ def load_client_folder(config: DataConfig, evaluation: EvaluationConfig, seed: i
                 "data.holdout."
             )
     labels = sorted({e.task for rows in [*clients.values(), *held.values()] for e in rows})
-    tasks = {t: Task(t, t, "rouge", evaluation.max_new_tokens) for t in labels}
+    tasks = own_tasks(labels, evaluation.max_new_tokens)
     return FederatedData(clients, held["validation"], held["test"], tasks)
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -21,14 +20,16 @@ from fedweave.config import Config, from_tree, split_overrides
 from fedweave.console import Console, table
 from fedweave.data import load_data
 from fedweave.data.examples import Example, Task
-from fedweave.data.jsonl import read_examples
+from fedweave.data.jsonl import read_test
 from fedweave.errors import UserError
 from fedweave.experts.mixture import Mixture
 from fedweave.inference.model import FedWeaveModel
 from fedweave.methods import build_method
 from fedweave.runs.folder import RunFolder
+from fedweave.runs.reading import read_run
 from fedweave.runs.testing import evaluate_models, routed_models
 from fedweave.runs.workspace import held_out
+from fedweave.schema import Description
 from fedweave.settings import insert
 
 
@@ -64,12 +65,13 @@ def _run_models(
     layers = backbone.linear_layers(config.experts.target_modules)
     state = (snapshot.state if last else snapshot.best)(layers, backbone.device)
     mixture = Mixture(layers, state.layout, config.experts.alpha)
-    meta, summary = snapshot.meta, folder / "summary.json"
+    run, completed = read_run(folder), snapshot.meta["completed" if last else "best_round"]
     origin = Origin(
         config=config,
-        round=meta["completed" if last else "best_round"],
-        clients=len(meta["clients"]),
-        summary=json.loads(summary.read_text(encoding="utf-8")) if summary.is_file() else None,
+        round=completed,
+        clients=len(snapshot.meta["clients"]),
+        summary=run.summary,
+        validation=next((event for event in run.validations if event["round"] == completed), None),
     )
     return routed_models(backbone, mixture, method, state), origin
 
@@ -77,7 +79,7 @@ def _run_models(
 # -------------------------------------------------------------------------------------- for others
 
 
-def export_run(folder: Path, target: Path, last: bool = False) -> dict[str, Any]:
+def export_run(folder: Path, target: Path, last: bool = False) -> Description:
     """Write a run's best (or last) model as a bundle; returns what fedweave.json holds."""
     require_new(target)
     return write_bundle(target, *_the_model(folder, last))
@@ -107,7 +109,7 @@ def _the_model(folder: Path, last: bool) -> tuple[FedWeaveModel, Origin]:
     return models[0], origin
 
 
-def _described(source: Path, last: bool) -> tuple[FedWeaveModel, dict[str, Any]]:
+def _described(source: Path, last: bool) -> tuple[FedWeaveModel, Description]:
     """(model, description) of a run or a bundle."""
     if is_bundle(source):
         return load_bundle(source), verify_bundle(source)
@@ -157,15 +159,12 @@ def _bundle(
 
 def _examples(config: Config, data: Path | None, console: Console) -> tuple[list[Example], dict[str, Task]]:
     """The run's own test set, or a file of the user's."""
+    named = f"--data {data}"
+    if data is None and config.data.source == "sites" and config.federation.test:
+        named, data = f"federation.test={config.federation.test}", Path(config.federation.test).expanduser()
     if data is None:
         loaded = load_data(config)
         for note in loaded.notes:
             console.say(f"note: {note}")
         return loaded.test, loaded.tasks
-    if not data.is_file():
-        raise UserError(f"--data {data}: there is no such file.")
-    examples = read_examples(data)
-    if not examples:
-        raise UserError(f"--data {data}: the file is empty.")
-    tasks = {e.task: Task(e.task, e.task, "rouge", config.evaluation.max_new_tokens) for e in examples}
-    return examples, tasks
+    return read_test(data, named, config.evaluation.max_new_tokens)
