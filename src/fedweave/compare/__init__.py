@@ -13,6 +13,7 @@ from fedweave.console import Console
 from fedweave.errors import UserError
 from fedweave.federation.checkpoint import write_atomic
 from fedweave.federation.distributed import world
+from fedweave.schema import ComparedCell
 
 
 def compare(
@@ -53,7 +54,7 @@ def _write(comparison: Comparison, outcome: Outcome, output: Path, console: Cons
     finished, text = outcome.finished, ""
     if not finished:
         return ""
-    everything = [
+    everything: list[ComparedCell] = [
         {"values": cell.values, "folder": os.path.relpath(folder, output), "summary": summary}
         for (cell, summary), folder in zip(finished, outcome.folders, strict=True)
     ]

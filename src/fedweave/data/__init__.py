@@ -9,6 +9,7 @@ from fedweave.data.partition import dirichlet_partition, split_pools
 from fedweave.data.sample import make_sample
 from fedweave.data.tasks import load_paper_tasks
 from fedweave.errors import UserError
+from fedweave.schema import Manifest
 
 __all__ = ["Example", "FederatedData", "Task", "load_data"]
 
@@ -41,7 +42,7 @@ def load_data(config: Config) -> FederatedData:
     return loaded
 
 
-def _manifest(config: Config, data: FederatedData) -> dict:
+def _manifest(config: Config, data: FederatedData) -> Manifest:
     return {
         "source": config.data.source,
         "seed": config.seed,

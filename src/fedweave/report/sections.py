@@ -20,6 +20,7 @@ from fedweave.report.findings import Finding, by_level, findings
 from fedweave.report.groups import Group
 from fedweave.report.style import Picture
 from fedweave.runs.reading import RunRecord, read_json
+from fedweave.runs.text import AUDIT, audit_rows
 
 
 @dataclass
@@ -185,12 +186,7 @@ def _discovery(lead: RunRecord) -> Section:
     )
     section.show(maps.signatures(lead), maps.silhouettes(lead))
     if lead.audit:
-        levels = {"local": lead.audit["local"], "global": lead.audit["global"]}
-        rows = [
-            [level, *(f"{figure:.3f}" for figure in (found["purity"], found["nmi"], found["ari"]))]
-            for level, found in levels.items()
-        ]
-        section.tables.append(Table(["audit against labels", "purity", "NMI", "ARI"], rows))
+        section.tables.append(Table(["audit against labels", *AUDIT], audit_rows(lead.audit)))
     if lead.discovery is None:
         section.missing.append("discovery has not finished yet.")
     elif not lead.discovery.get("signature_distance"):

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -17,7 +16,7 @@ from fedweave.bundle.export import describe, require_new, write_bundle, write_me
 from fedweave.bundle.hub import fetch_bundle, hub_repository
 from fedweave.bundle.load import is_bundle, load_bundle, verify_bundle
 from fedweave.config import Config, from_tree, split_overrides
-from fedweave.console import Console, table
+from fedweave.console import Console
 from fedweave.data import load_data
 from fedweave.data.examples import Example, Task
 from fedweave.data.jsonl import read_test
@@ -28,6 +27,7 @@ from fedweave.methods import build_method
 from fedweave.runs.folder import RunFolder
 from fedweave.runs.reading import read_run
 from fedweave.runs.testing import evaluate_models, routed_models
+from fedweave.runs.text import results_table
 from fedweave.runs.workspace import held_out
 from fedweave.schema import Description
 from fedweave.settings import insert
@@ -131,13 +131,7 @@ def evaluate(folder: Path, overrides: list[str], data: Path | None, last: bool, 
     rows, encoded = encode(models[0].backbone, examples, config.data.long_answers, console)
     features = compute_features(models[0].backbone, [e.prompt for e in encoded], console)
     result = evaluate_models(config, tasks, models, held_out(rows, encoded, features), console)
-    lines = []
-    for task in next(iter(result["loss"].values())):
-        title = tasks[task].title if task in tasks else "macro average"
-        cells = [f"{result['score'][task]:.3f}"] if "score" in result else []
-        lines.append([title, *cells, *(f"{result['loss'][r][task]:.3f}" for r in result["loss"])])
-    scored = [f"score {result['used']} ↑"] if "score" in result else []
-    return table(["test", *scored, *(f"loss {r} ↓" for r in result["loss"])], lines)
+    return results_table(result, {name: task.title for name, task in tasks.items()})
 
 
 def _bundle(
@@ -147,7 +141,7 @@ def _bundle(
     if data is None:
         raise UserError(f"{folder} is a bundle and holds no data; name a JSONL file with --data.")
     description = verify_bundle(folder)
-    tree: dict[str, Any] = {"method": description["method"], "backbone": description["backbone"]}
+    tree: dict[str, object] = {"method": description["method"], "backbone": description["backbone"]}
     for key, value in split_overrides(overrides):
         if not key.startswith("evaluation."):
             raise UserError(f"{key} is fixed for a bundle; only keys of evaluation may be set.")
