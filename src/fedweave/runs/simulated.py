@@ -11,9 +11,10 @@ from fedweave.errors import UserError
 from fedweave.federation.flower.switches import OUTBOUND_OFF
 from fedweave.runs.folder import RunFolder
 from fedweave.runs.workspace import Prepared
+from fedweave.schema import Summary
 
 
-def simulate(run: RunFolder, prepared: Prepared, console: Console) -> dict[str, Any]:
+def simulate(run: RunFolder, prepared: Prepared, console: Console) -> Summary:
     """The run over as many simulated nodes as there are clients; tested here, where the test set is."""
     for name, value in OUTBOUND_OFF.items():
         os.environ.setdefault(name, value)
@@ -31,7 +32,7 @@ def simulate(run: RunFolder, prepared: Prepared, console: Console) -> dict[str, 
     if workspace.config.method == "oracle":
         workspace.reveal_labels()
     nodes = len(prepared.data.clients)
-    outcome: list[dict[str, Any] | Exception] = []
+    outcome: list[Summary | Exception] = []
     server_app = ServerApp()
 
     @server_app.main()
