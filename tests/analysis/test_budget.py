@@ -129,6 +129,15 @@ def test_settings_change_the_budget(capsys, model_folder):
     assert tiny["methods"]["fedit"]["trainable"] == 2 * 32 * (32 + 32 + 32 + 16)
 
 
+def test_a_sketch_makes_signatures_small(capsys):
+    whole, sketched = (
+        json.loads(says(capsys, "paper", f"discovery.sketch={k}", "--json"))[0]["discovery"] for k in (0, 64)
+    )
+    assert whole["signature_bytes"] == 4 * whole["signature_numbers"] == 4 * 28 * 8 * (3072 + 1024)
+    assert sketched["signature_numbers"] == 2 * 28 * 64 and sketched["signature_bytes"] == 2 * 2 * 28 * 64
+    assert sketched["adapter_bytes"] == whole["adapter_bytes"]
+
+
 def test_a_runs_costs_stand_beside_their_prediction(tiny_run, capsys):
     folder = tiny_run()
     assert "peak memory" in says(capsys, str(folder))

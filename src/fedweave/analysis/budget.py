@@ -9,14 +9,14 @@ from dataclasses import asdict, dataclass
 
 from fedweave.analysis.shapes import ModelShape
 from fedweave.config import Config
+from fedweave.discovery.signatures import Signatures
 from fedweave.errors import UserError, nearest
 from fedweave.methods.payload import PAYLOADS, Payload, Sizes, payload_of
 from fedweave.router.mlp import RouterLayout
-from fedweave.settings import to_tree
 
 # Bytes of one number in an update; int8 has one float32 scale for every 256 numbers.
 PRECISIONS = {"float32": 4.0, "bfloat16": 2.0, "int8": 1 + 4 / 256}
-_FULL = 4  # signatures, warmup adapters and what the server broadcasts travel in float32
+_FULL = 4  # warmup adapters and what the server broadcasts travel in float32
 
 
 @dataclass(frozen=True)
@@ -24,7 +24,7 @@ class Discovery:
     """What happens once, before round 1."""
 
     buckets: float  # C_i
-    signature_numbers: int  # d_B
+    signature_numbers: int  # d_B, or what is left of it in a sketch
     signature_bytes: int  # of one bucket
     client_bytes: float  # of all buckets of a client
     adapter_bytes: int  # the warmup adapter of one bucket, A and B, which the expert's start is averaged from
@@ -66,7 +66,7 @@ def predict(
     served: int | None = None,
 ) -> Budget:
     """The budget of ``config`` on a model of this shape, if discovery finds so many experts and buckets."""
-    precision = precision or to_tree(config).get("federation", {}).get("update_dtype", "float32")
+    precision = precision or config.federation.update_dtype
     if precision not in PRECISIONS:
         raise UserError(f"precision={precision!r} is not known: {nearest(precision, PRECISIONS)}")
     targets = config.experts.target_modules
@@ -75,6 +75,8 @@ def predict(
     single = shape.layout(targets, config.experts.single_rank, 1)
     sizes = Sizes(single, stacked, router, experts if served is None else served)
     training, warm_start = config.training, config.router.warm_start
+    signatures = Signatures(stacked.with_experts(1), config.discovery.sketch, config.seed)
+    signature_bytes = sum(signatures.widths) * signatures.dtype.itemsize
     steps = training.rounds * training.local_steps
     warmup = buckets * config.discovery.warmup_steps
     return Budget(
@@ -85,9 +87,9 @@ def predict(
         methods={name: payload_of(name, sizes) for name in dict.fromkeys([*PAYLOADS, config.method])},
         discovery=Discovery(
             buckets=buckets,
-            signature_numbers=stacked.signature_size,
-            signature_bytes=stacked.signature_size * _FULL,
-            client_bytes=buckets * stacked.signature_size * _FULL,
+            signature_numbers=sum(signatures.widths),
+            signature_bytes=signature_bytes,
+            client_bytes=buckets * signature_bytes,
             adapter_bytes=sizes.expert * _FULL,
             warmup_steps=warmup,
             training_steps=steps,
