@@ -29,7 +29,7 @@ from fedweave.methods.base import ServerState
 from fedweave.router.mlp import RouterLayout
 from fedweave.runs.loggers import Loggers
 from fedweave.schema import Event, Manifest
-from fedweave.settings import to_tree
+from fedweave.settings import flatten, to_tree
 
 if TYPE_CHECKING:
     from fedweave.runs.run import Ground
@@ -215,7 +215,7 @@ class Snapshot:
             shares=meta["shares"],
             private=on_device.get("private"),
             signatures=on_device.get("signatures"),
-            norms=meta.get("norms", {}),
+            norms=meta["norms"],
             report=meta["report"],
         )
 
@@ -227,20 +227,13 @@ class Snapshot:
 def config_hash(config: Config) -> str:
     """A hash over the keys that decide results, where they differ from their defaults: a key that a later version
     adds leaves the runs of an earlier one alone."""
+    defaults = flatten(to_tree(Config()))
     changed = {
         key: value
-        for (key, value), (_, default) in zip(_leaves(to_tree(config)), _leaves(to_tree(Config())), strict=True)
-        if value != default and not any(key == free or key.startswith(f"{free}.") for free in FREE_KEYS)
+        for key, value in flatten(to_tree(config)).items()
+        if value != defaults[key] and not any(key == free or key.startswith(f"{free}.") for free in FREE_KEYS)
     }
     return hashlib.sha256(json.dumps(changed, sort_keys=True).encode()).hexdigest()[:32]
-
-
-def _leaves(tree: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    for key, value in tree.items():
-        if isinstance(value, dict):
-            yield from _leaves(value, f"{prefix}{key}.")
-        else:
-            yield f"{prefix}{key}", value
 
 
 def _truncate(path: Path, size: int) -> None:
