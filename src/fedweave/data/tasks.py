@@ -17,7 +17,7 @@ SENTIMENTS = ("negative", "neutral", "positive")
 
 
 @dataclass(frozen=True)
-class Source:
+class TaskSource:
     """One task's data set."""
 
     task: Task
@@ -57,16 +57,18 @@ def _arc(row: dict[str, Any]) -> tuple[str, str]:
 
 # The order fixes the sampling seeds of the splits.
 SOURCES = [
-    Source(Task("coedit", "CoEdIT", "rouge", 64), "grammarly/coedit", None, ("coedit", "coedit_style"), _coedit),
-    Source(Task("gsm8k", "GSM8K", "number", 192), "openai/gsm8k", "main", ("gsm8k",), _gsm8k),
-    Source(
+    TaskSource(
+        Task("coedit", "CoEdIT", "rouge", 64), "grammarly/coedit", None, ("coedit", "coedit_style"), _coedit
+    ),
+    TaskSource(Task("gsm8k", "GSM8K", "number", 192), "openai/gsm8k", "main", ("gsm8k",), _gsm8k),
+    TaskSource(
         Task("tweet", "TweetEval", "label", 4),
         "cardiffnlp/tweet_eval",
         "sentiment",
         ("tweet_eval_sentiment", "tweet_eval"),
         _tweet,
     ),
-    Source(
+    TaskSource(
         Task("arc", "ARC-C", "letter", 4),
         "allenai/ai2_arc",
         "ARC-Challenge",
@@ -97,7 +99,7 @@ def load_paper_tasks(path: str | None) -> tuple[dict[str, Pool], dict[str, Task]
     return pools, tasks, notes
 
 
-def _find_folder(root: Path, source: Source) -> Path:
+def _find_folder(root: Path, source: TaskSource) -> Path:
     if not root.is_dir():
         raise UserError(f"data.path={root}: there is no such folder.")
     for name in source.folders:
@@ -109,7 +111,7 @@ def _find_folder(root: Path, source: Source) -> Path:
     )
 
 
-def _from_folder(source: Source, folder: Path) -> Pool:
+def _from_folder(source: TaskSource, folder: Path) -> Pool:
     pool: Pool = []
     for split in SPLITS:
         for path in (folder / f"{split}.jsonl", folder / f"{split}.jsonl.gz"):
@@ -123,7 +125,7 @@ def _from_folder(source: Source, folder: Path) -> Pool:
     return pool
 
 
-def _from_hub(source: Source) -> Pool:
+def _from_hub(source: TaskSource) -> Pool:
     try:
         from datasets import load_dataset
     except ImportError:
@@ -148,7 +150,9 @@ def _from_hub(source: Source) -> Pool:
     ]
 
 
-def _example(source: Source, row: dict[str, Any], split: str, index: int, where: str, name: str = "") -> Example:
+def _example(
+    source: TaskSource, row: dict[str, Any], split: str, index: int, where: str, name: str = ""
+) -> Example:
     try:
         prompt, answer = source.convert(row)
         if not prompt.strip() or not answer.strip():

@@ -81,7 +81,7 @@ class CommonRequest(BaseModel):
         return self.max_tokens
 
     def sampling(self, longest: int) -> Sampling:
-        """The engine's options; whatever is not offered is one sentence."""
+        """How to answer; whatever is not offered is one sentence."""
         if self.n not in (None, 1):
             raise UserError("n: one answer per request is offered; send the request again for another.")
         for name, value in (self.model_extra or {}).items():
