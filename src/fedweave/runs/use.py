@@ -24,7 +24,7 @@ from fedweave.errors import UserError
 from fedweave.experts.mixture import Mixture
 from fedweave.inference.model import FedWeaveModel
 from fedweave.methods import build_method
-from fedweave.runs.folder import RunFolder
+from fedweave.runs.folder import RunFolder, Snapshot
 from fedweave.runs.reading import read_run
 from fedweave.runs.testing import evaluate_models, routed_models
 from fedweave.runs.text import results_table
@@ -50,9 +50,9 @@ def load(
 
 def _run_models(
     folder: Path, config: Config, last: bool, console: Console, device: str = "auto"
-) -> tuple[list[FedWeaveModel], Origin]:
-    """(served models, where they come from) of a run's best round, or last; needs the backbone but none of its
-    data. ``device`` other than auto takes the place of the config's."""
+) -> tuple[list[FedWeaveModel], Snapshot]:
+    """(served models, the checkpoint they are from) of a run's best round, or last; needs the backbone but none of
+    its data. ``device`` other than auto takes the place of the config's."""
     method = build_method(config)
     if method.uses_labels:
         raise UserError(f"{config.method} routes by task label and cannot answer a prompt that has none.")
@@ -65,15 +65,7 @@ def _run_models(
     layers = backbone.linear_layers(config.experts.target_modules)
     state = (snapshot.state if last else snapshot.best)(layers, backbone.device)
     mixture = Mixture(layers, state.layout, config.experts.alpha)
-    run, completed = read_run(folder), snapshot.meta["completed" if last else "best_round"]
-    origin = Origin(
-        config=config,
-        round=completed,
-        clients=len(snapshot.meta["clients"]),
-        summary=run.summary,
-        validation=next((event for event in run.validations if event["round"] == completed), None),
-    )
-    return routed_models(backbone, mixture, method, state), origin
+    return routed_models(backbone, mixture, method, state), snapshot
 
 
 # -------------------------------------------------------------------------------------- for others
@@ -100,13 +92,15 @@ def export_merged(source: Path, target: Path, expert: int, last: bool = False) -
 def _the_model(folder: Path, last: bool) -> tuple[FedWeaveModel, Origin]:
     """The one model of a run; a method that serves every client its own has none to hand on."""
     _, config = RunFolder.open(folder)
-    models, origin = _run_models(folder, config, last, Console(quiet=True))
+    models, snapshot = _run_models(folder, config, last, Console(quiet=True))
     if len(models) != 1:
         raise UserError(f"{config.method} trains a model for every client and has none to export.")
     for name, tensor in (("experts", models[0].theta), ("router", models[0].phi)):
         if tensor is not None and not torch.isfinite(tensor).all():
             raise UserError(f"the run's {name} hold NaN or infinity and cannot be exported.")
-    return models[0], origin
+    run, completed = read_run(folder), snapshot.meta["completed" if last else "best_round"]
+    measured = next((event for event in run.validations if event["round"] == completed), None)
+    return models[0], Origin(config, completed, len(snapshot.meta["clients"]), run.summary, measured)
 
 
 def _described(source: Path, last: bool) -> tuple[FedWeaveModel, Description]:
