@@ -1,4 +1,5 @@
-"""``fedweave diagnose``: every quantity of the paper's theory on a run of one's own, as one JSON tree.
+"""``fedweave diagnose``: the paper's theory on a run of one's own, as one JSON tree. Constants that the theorems
+assume and no single run reveals (B_g, G_R, σ, L_E, μ, δ_pat, A_i) are not in it.
 
 Router weights are cheap: what needs only them covers all clients and examples. What needs gradients or losses of
 the real model is taken on a sample: some clients, a few fixed batches of each of their buckets.
