@@ -14,6 +14,7 @@ from fedweave.console import Console
 from fedweave.errors import UserError
 from fedweave.federation.engines.distributed import world
 from fedweave.files import write_atomic
+from fedweave.schema import ComparedCell, Summary
 
 
 def compare(
@@ -45,7 +46,7 @@ def compare(
     )
 
 
-def _parts(finished: list[tuple[Cell, dict[str, Any]]], axis: str | None) -> dict[str, Results]:
+def _parts(finished: list[tuple[Cell, Summary]], axis: str | None) -> dict[str, Results]:
     """The results of every value of an axis; of everything, under no name, without one."""
     if axis is None:
         return {"": Results.of(finished)}
@@ -62,7 +63,7 @@ def _write(comparison: Comparison, outcome: Outcome, output: Path, console: Cons
     finished, text = outcome.finished, ""
     if not finished:
         return ""
-    everything = [
+    everything: list[ComparedCell] = [
         {"values": cell.values, "folder": os.path.relpath(folder, output), "summary": summary}
         for (cell, summary), folder in zip(finished, outcome.folders, strict=True)
     ]

@@ -12,6 +12,7 @@ from fedweave.data.partition import by_kind, client_names, dirichlet_partition, 
 from fedweave.data.sample import make_sample
 from fedweave.data.tasks import load_paper_tasks
 from fedweave.errors import UserError, nearest
+from fedweave.schema import Manifest
 
 __all__ = ["Example", "FederatedData", "Task", "load_data"]
 
@@ -72,7 +73,7 @@ def _deal(config: Config, found: TaskFolder, notes: list[str]) -> FederatedData:
     )
 
 
-def _manifest(config: Config, data: FederatedData) -> dict:
+def _manifest(config: Config, data: FederatedData) -> Manifest:
     return {
         "source": config.data.source,
         "seed": config.seed,

@@ -14,7 +14,7 @@ from pathlib import Path
 import numpy as np
 
 from fedweave.config import Config, DataConfig
-from fedweave.data.examples import Example, FederatedData
+from fedweave.data.examples import Example, FederatedData, Task
 from fedweave.data.files import KINDS, Complain, Row, find_path, read_rows, refuse, shown, split_name
 from fedweave.data.hub import HUB, hub_rows
 from fedweave.data.own_tasks import own_tasks
@@ -189,6 +189,15 @@ def divide(config: Config, gathered: Gathered, complain: Complain = refuse) -> F
     tasks, said = own_tasks(config, [e for rows in [*clients.values(), *held.values()] for e in rows])
     notes += [*said, *overlap_note(clients, held)]
     return FederatedData(clients, held["validation"], held["test"], tasks, notes=notes)
+
+
+def read_test(config: Config, path: str, named: str) -> tuple[list[Example], dict[str, Task], list[str]]:
+    """(rows, tasks, notes) of a file to test on; ``named`` is what the user called it by."""
+    found = find_path(path, named)
+    rows = read_examples(found, read_fields(config.data.fields))
+    if not rows:
+        raise UserError(f"{named}{found}: the file is empty.")
+    return rows, *own_tasks(config, rows)
 
 
 def hold_out(
