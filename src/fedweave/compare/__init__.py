@@ -6,7 +6,6 @@ import json
 import os
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 from fedweave.compare.grid import Cell, Comparison, Outcome, Runner, cells, load_comparison
 from fedweave.compare.tables import Results, as_csv, choose_best, latex, markdown
