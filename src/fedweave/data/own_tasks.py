@@ -75,7 +75,7 @@ def own_tasks(config: Config, examples: Sequence[Example]) -> tuple[dict[str, Ta
     for name in [*chosen, *settings]:
         if name and name not in tasks:
             notes.append(f"a metric is named for {shown(name)!r}, but no row has that task: {nearest(name, tasks)}")
-    return tasks, [f"scores: {'; '.join(said)}; evaluation.metrics chooses others.", *notes]
+    return tasks, [*([f"scores: {'; '.join(said)}; evaluation.metrics chooses others."] if said else []), *notes]
 
 
 def choose_metric(answers: Sequence[str]) -> tuple[str, str]:
