@@ -11,6 +11,7 @@ import tempfile
 os.environ["FEDWEAVE_CACHE"] = tempfile.mkdtemp(prefix="fedweave-test-cache-")
 os.environ["HF_HUB_OFFLINE"] = "1"
 
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -133,6 +134,14 @@ def backbone_of(model_folder):
 @pytest.fixture
 def backbone(backbone_of) -> Backbone:
     return backbone_of("llama")
+
+
+@pytest.fixture
+def smooth_optimiser(monkeypatch):
+    """For tests that train in two ways. AdamW divides a gradient by its own size, so one that is rounding alone
+    moves its weight as far as any other, in whichever direction rounding points; a larger ε leaves such weights
+    where they are."""
+    monkeypatch.setattr(torch.optim, "AdamW", partial(torch.optim.AdamW, eps=1e-4))
 
 
 @pytest.fixture(scope="session")

@@ -14,7 +14,7 @@ from fedweave.cli import main
 from fedweave.config import Config
 from fedweave.console import Console
 from fedweave.errors import UserError
-from fedweave.federation.engine import InProcessEngine
+from fedweave.federation.engines.in_process import InProcessEngine
 from fedweave.router.mlp import RouterLayout
 from tests.helpers import make_lanes
 

@@ -7,9 +7,9 @@ import pytest
 from fedweave.config import Config, from_tree
 from fedweave.data.examples import Example
 from fedweave.data.own_tasks import NAMES, own_tasks
-from fedweave.data.scripts import scripts, words
 from fedweave.errors import UserError
-from fedweave.evaluation.scores import METRICS, rouge, rouge_unicode, scores
+from fedweave.metrics.scores import METRICS, rouge, rouge_unicode, scores
+from fedweave.metrics.scripts import scripts, words
 
 # language: (one word, a sentence, another sentence)
 LANGUAGES = {

@@ -17,6 +17,7 @@ import pytest
 import uvicorn
 
 from fedweave.inference.model import FedWeaveModel
+from fedweave.runs.use import load
 from fedweave.serving.app import Api, build_app
 from fedweave.serving.engine import Engine
 from fedweave.serving.gateway import Gateway
@@ -87,13 +88,13 @@ def served(exported):  # noqa: F811
 @pytest.fixture(scope="session")
 def model(exported) -> FedWeaveModel:  # noqa: F811
     """The model as served."""
-    return FedWeaveModel.from_pretrained(exported, device="cpu")
+    return load(exported, device="cpu")
 
 
 @pytest.fixture(scope="session")
 def twin(exported) -> FedWeaveModel:  # noqa: F811
     """The same model for direct questions: the served one belongs to its engine's thread."""
-    return FedWeaveModel.from_pretrained(exported, device="cpu")
+    return load(exported, device="cpu")
 
 
 @pytest.fixture(scope="module")

@@ -19,8 +19,8 @@ from fedweave.data.examples import Example, FederatedData
 from fedweave.data.files import shown
 from fedweave.data.own import HELD_OUT, Gathered, divide, gather
 from fedweave.data.remarks import overlap, row_key
-from fedweave.data.scripts import scripts
 from fedweave.errors import UserError
+from fedweave.metrics.scripts import scripts
 
 
 @dataclass(frozen=True)

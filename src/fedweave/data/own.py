@@ -22,7 +22,7 @@ from fedweave.data.partition import client_names, dirichlet_partition
 from fedweave.data.remarks import look_alikes, odd_names, overlap_note
 from fedweave.data.rows import Fields, client_of, is_name, read_fields, to_example
 from fedweave.errors import UserError
-from fedweave.experts.dropout import stream_key
+from fedweave.streams import stream_key
 
 HELD_OUT = ("validation", "test")
 Owned = list[tuple[str | None, Example]]  # rows and, where they say so, whose they are
@@ -188,7 +188,7 @@ def divide(config: Config, gathered: Gathered, complain: Complain = refuse) -> F
             )
     tasks, said = own_tasks(config, [e for rows in [*clients.values(), *held.values()] for e in rows])
     notes += [*said, *overlap_note(clients, held)]
-    return FederatedData(clients, held["validation"], held["test"], tasks, notes)
+    return FederatedData(clients, held["validation"], held["test"], tasks, notes=notes)
 
 
 def hold_out(

@@ -18,8 +18,9 @@ from pathlib import Path
 from fedweave.config import Config, EvaluationConfig
 from fedweave.data.examples import Example, Task
 from fedweave.data.files import shown
-from fedweave.data.scripts import word_count
 from fedweave.errors import UserError, nearest
+from fedweave.metrics.scores import find_metric
+from fedweave.metrics.scripts import word_count
 from fedweave.settings import build, read_yaml, setting
 
 TASKS_FILE = "tasks.yaml"
@@ -138,8 +139,6 @@ def _labels(name: str, rows: Sequence[Example]) -> tuple[str, ...]:
 def _try(task: Task, rows: Sequence[Example]) -> list[str]:
     """Score perfect answers before anything long runs: a metric that cannot be loaded stops here, one that cannot
     read some of the answers is remarked."""
-    from fedweave.evaluation.scores import find_metric  # it knows the paper's tasks, which are data
-
     score = find_metric(task.metric, task.labels)
     tried = rows if task.metric in ("number", "letter") else rows[:1]  # the others read any text
     missed = [e.origin for e in tried if score(e.response, e.response) < 1]
