@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from os.path import expanduser  # of another machine's ~user it makes nothing, where Path raises
 from pathlib import Path
 
 from fedweave.config import Config, EvaluationConfig
@@ -52,7 +53,7 @@ def own_tasks(config: Config, examples: Sequence[Example]) -> tuple[dict[str, Ta
     rows: dict[str, list[Example]] = {}
     for example in examples:
         rows.setdefault(example.task, []).append(example)
-    folder = Path(str(config.data.path)).expanduser() if config.data.source == "jsonl" else None
+    folder = Path(expanduser(str(config.data.path))) if config.data.source == "jsonl" else None
     settings = read_task_settings(folder / TASKS_FILE) if folder else {}
     chosen = _chosen(config.evaluation)
     tasks, said, notes = {}, [], []
