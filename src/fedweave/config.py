@@ -9,13 +9,13 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 import yaml
 
 from fedweave.errors import UserError, nearest
 from fedweave.registry import METHODS
-from fedweave.settings import build, insert, read_yaml, read_yaml_value, setting, to_tree
+from fedweave.settings import Tree, build, insert, read_yaml, read_yaml_value, setting, to_tree
 
 RECIPES = Path(__file__).parent / "recipes"
 
@@ -276,7 +276,7 @@ def load_config(recipe: str | Path, overrides: Sequence[str] = ()) -> Config:
     return from_tree(tree)
 
 
-def split_overrides(overrides: Sequence[str]) -> Iterator[tuple[str, Any]]:
+def split_overrides(overrides: Sequence[str]) -> Iterator[tuple[str, object]]:
     """(dotted key, value) of every ``key.path=value``."""
     for item in overrides:
         key, equals, text = item.partition("=")
@@ -285,7 +285,7 @@ def split_overrides(overrides: Sequence[str]) -> Iterator[tuple[str, Any]]:
         yield key.strip(), read_yaml_value(text, key)
 
 
-def from_tree(tree: dict[str, Any]) -> Config:
+def from_tree(tree: Tree) -> Config:
     """Build and check a config from plain nested dictionaries."""
     config = build(Config, tree)
     _check_together(config)

@@ -11,37 +11,46 @@ import difflib
 import math
 import types
 import typing
+from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import field
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 import yaml
 
 from fedweave.errors import UserError, nearest
 
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
 
-def setting(default: Any, doc: str, *, low: float | None = None, high: float | None = None) -> Any:
+T = TypeVar("T")
+Settings = TypeVar("Settings", bound="DataclassInstance")
+Tree = dict[str, Any]  # plain nested dictionaries, as YAML and JSON hold them
+
+
+def setting(default: T, doc: str, *, low: float | None = None, high: float | None = None) -> T:
     """A config field with its documentation and its closed range: of a number, or of a list's length."""
     return field(default=default, metadata={"doc": doc, "low": low, "high": high})
 
 
-def to_tree(config: Any) -> dict[str, Any]:
+def to_tree(config: DataclassInstance) -> Tree:
     """Plain nested dictionaries, ready for YAML or JSON."""
     return {
-        f.name: to_tree(v) if dataclasses.is_dataclass(v) else list(v) if isinstance(v, tuple) else v
+        f.name: to_tree(v) if _nested(f) else list(v) if isinstance(v, tuple) else v
         for f in dataclasses.fields(config)
         for v in [getattr(config, f.name)]
     }
 
 
-def flatten(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+def flatten(tree: Tree, prefix: str = "") -> dict[str, object]:
     """A tree's values by their dotted keys."""
-    flat: dict[str, Any] = {}
+    flat: dict[str, object] = {}
     for name, value in tree.items():
         flat |= flatten(value, f"{prefix}{name}.") if isinstance(value, dict) else {f"{prefix}{name}": value}
     return flat
 
 
-def describe(cls: type, prefix: str = "") -> list[tuple[str, str, str]]:
+def describe(cls: type[DataclassInstance], prefix: str = "") -> list[tuple[str, str, str]]:
     """(key, default, documentation) of every key, in order: the config reference."""
     rows = []
     for f in dataclasses.fields(cls):
@@ -50,17 +59,12 @@ def describe(cls: type, prefix: str = "") -> list[tuple[str, str, str]]:
             rows += describe(nested, f"{prefix}{f.name}.")
         else:
             default = list(f.default) if isinstance(f.default, tuple) else f.default
-            rows.append(
-                (
-                    prefix + f.name,
-                    yaml.safe_dump(default, default_flow_style=True).split("\n")[0],
-                    f.metadata["doc"],
-                )
-            )
+            shown = yaml.safe_dump(default, default_flow_style=True).split("\n")[0]
+            rows.append((prefix + f.name, shown, f.metadata["doc"]))
     return rows
 
 
-def read_yaml(text: str, where: str) -> dict[str, Any]:
+def read_yaml(text: str, where: str) -> Tree:
     try:
         tree = yaml.safe_load(text)
     except (yaml.YAMLError, ValueError) as error:
@@ -74,38 +78,45 @@ def read_yaml(text: str, where: str) -> dict[str, Any]:
     return tree
 
 
-def read_yaml_value(text: str, key: str) -> Any:
+def read_yaml_value(text: str, key: str) -> object:
     try:
         return yaml.safe_load(text)
     except (yaml.YAMLError, ValueError):
         raise UserError(f"the value of {key} is not valid YAML: {text!r}.") from None
 
 
-def insert(tree: dict[str, Any], key: str, value: Any) -> None:
+def insert(tree: Tree, key: str, value: object) -> None:
     """Put a value at a dotted key."""
     *parents, last = key.split(".")
     for name in parents:
         if tree.get(name) is None:  # an empty section is None
             tree[name] = {}
-        tree = tree[name]
-        if not isinstance(tree, dict):
+        below = tree[name]
+        if not isinstance(below, dict):
             raise UserError(f"{key!r} is no config key: {name!r} has no keys below it.")
+        tree = below
     tree[last] = value
 
 
-def _nested(f: dataclasses.Field) -> type | None:
+def _nested(f: dataclasses.Field) -> type[DataclassInstance] | None:
     factory = f.default_factory
     return factory if isinstance(factory, type) and dataclasses.is_dataclass(factory) else None
 
 
-def build(cls: type, tree: Any, prefix: str = "", root: type | None = None, what: str = "config key") -> Any:
+def build(
+    cls: type[Settings],
+    tree: object,
+    prefix: str = "",
+    root: type[DataclassInstance] | None = None,
+    what: str = "config key",
+) -> Settings:
     """Build ``cls`` from a plain tree, checking every key and value; ``what`` is how an error calls a key."""
     root = root or cls
     if not isinstance(tree, dict):
         raise UserError(f"{prefix.rstrip('.')} must hold keys and values, not {tree!r}.")
     fields = {f.name: f for f in dataclasses.fields(cls)}
     hints = typing.get_type_hints(cls)
-    values = {}
+    values: Tree = {}
     for name, value in tree.items():
         key = f"{prefix}{name}"
         if name not in fields:
@@ -118,7 +129,7 @@ def build(cls: type, tree: Any, prefix: str = "", root: type | None = None, what
     return cls(**values)
 
 
-def _hint(name: str, prefix: str, siblings: list[str], root: type) -> str:
+def _hint(name: str, prefix: str, siblings: list[str], root: type[DataclassInstance]) -> str:
     """The nearest sibling; failing that, a key of the same name elsewhere in the tree."""
     elsewhere = [key for key, _, _ in describe(root) if key.split(".")[-1] == name]
     if elsewhere:
@@ -131,7 +142,7 @@ def _hint(name: str, prefix: str, siblings: list[str], root: type) -> str:
     )
 
 
-def _convert(value: Any, hint: Any, key: str, limits: typing.Mapping[str, Any]) -> Any:
+def _convert(value: object, hint: object, key: str, limits: Mapping[str, float | None]) -> object:
     """Coerce one value to its declared type, or say in one sentence why not."""
     origin, args = typing.get_origin(hint), typing.get_args(hint)
     if origin is Literal:
@@ -159,19 +170,21 @@ def _convert(value: Any, hint: Any, key: str, limits: typing.Mapping[str, Any]) 
         if not isinstance(value, bool):
             raise UserError(f"{key} must be true or false, not {value!r}.")
         return value
-    if hint in (int, float):
+    if hint is int or hint is float:
         return _number(value, hint, key, limits)
     if not isinstance(value, str):
         raise UserError(f"{key} must be text, not {value!r}.")
     return value
 
 
-def _number(value: Any, hint: type, key: str, limits: typing.Mapping[str, Any]) -> int | float:
+def _number(
+    value: object, hint: type[int] | type[float], key: str, limits: Mapping[str, float | None]
+) -> int | float:
     kind = "a whole number" if hint is int else "a number"
-    try:  # YAML reads 1e-4 as text
-        number = float(value) if not isinstance(value, bool) else None
-    except (TypeError, ValueError, OverflowError):
-        number = None
+    number = None
+    if isinstance(value, int | float | str) and not isinstance(value, bool):  # YAML reads 1e-4 as text
+        with suppress(ValueError, OverflowError):
+            number = float(value)
     if number is None or not math.isfinite(number) or (hint is int and number != int(number)):
         raise UserError(f"{key} must be {kind}, not {value!r}.")
     low, high = limits.get("low"), limits.get("high")

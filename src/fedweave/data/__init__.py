@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from fedweave.config import Config
-from fedweave.data.examples import Example, FederatedData, Task
+from fedweave.data.examples import Example, FederatedData, Manifest, Task
 from fedweave.data.jsonl import load_client_folder
 from fedweave.data.partition import dirichlet_partition, split_pools
 from fedweave.data.sample import make_sample
@@ -41,7 +41,7 @@ def load_data(config: Config) -> FederatedData:
     return loaded
 
 
-def _manifest(config: Config, data: FederatedData) -> dict:
+def _manifest(config: Config, data: FederatedData) -> Manifest:
     return {
         "source": config.data.source,
         "seed": config.seed,

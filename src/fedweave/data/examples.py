@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TypedDict
 
 Message = dict[str, str]
 Prompt = str | tuple[Message, ...]
@@ -29,6 +29,18 @@ class Task:
     max_new_tokens: int
 
 
+class Manifest(TypedDict):
+    """manifest.json: where every example came from, in order."""
+
+    source: str
+    seed: int
+    notes: list[str]
+    tasks: dict[str, str]  # name -> title
+    clients: dict[str, list[str]]
+    validation: list[str]
+    test: list[str]
+
+
 @dataclass
 class FederatedData:
     """Everything a run trains and tests on."""
@@ -38,7 +50,7 @@ class FederatedData:
     test: list[Example]
     tasks: dict[str, Task]
     notes: list[str] = field(default_factory=list)  # remarks that belong beside every result
-    manifest: dict[str, Any] = field(default_factory=dict)
+    manifest: Manifest = field(init=False, repr=False, compare=False)
 
     def sizes(self) -> dict[str, int]:
         return {name: len(rows) for name, rows in self.clients.items()}

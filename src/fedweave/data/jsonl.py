@@ -24,9 +24,10 @@ from fedweave.streams import stream_key
 HELD_OUT = ("validation", "test")
 ROLES = ("system", "user", "assistant", "tool")
 UNLABELLED = "all"
+Row = dict[str, Any]  # what a line holds, before anything is known of it
 
 
-def read_rows(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
+def read_rows(path: Path) -> Iterator[tuple[int, Row]]:
     """(line number, row) of a JSONL file, gzipped or not; lines end at \\n alone."""
     opener = gzip.open if path.suffix == ".gz" else open
     try:
@@ -54,7 +55,7 @@ def read_examples(path: Path) -> list[Example]:
     return [_example(row, f"{path.name}:{number}") for number, row in read_rows(path)]
 
 
-def _example(row: dict[str, Any], where: str) -> Example:
+def _example(row: Row, where: str) -> Example:
     task = row.get("task", UNLABELLED)
     if not isinstance(task, str) or not task:
         raise UserError(f"{where}: 'task' must be a non-empty text, not {task!r}; leave it out if unknown.")
@@ -72,7 +73,7 @@ def _example(row: dict[str, Any], where: str) -> Example:
     return Example(row["prompt"], row["response"], task, where)
 
 
-def _messages(messages: Any, where: str) -> tuple[Prompt, str]:
+def _messages(messages: object, where: str) -> tuple[Prompt, str]:
     if not isinstance(messages, list) or len(messages) < 2:
         raise UserError(f"{where}: 'messages' must list at least a user's and an assistant's message.")
     for m in messages:

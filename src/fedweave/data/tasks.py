@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 from fedweave.data.examples import Example, Task
-from fedweave.data.jsonl import read_rows
+from fedweave.data.jsonl import Row, read_rows
 from fedweave.errors import UserError, first_line
 
 Pool = list[Example]  # all rows of a task, official splits in order
@@ -24,30 +23,30 @@ class Source:
     hub: str
     hub_config: str | None
     folders: tuple[str, ...]  # accepted names of a local folder; the first is the real data set
-    convert: Callable[[dict[str, Any]], tuple[str, str]]
+    convert: Callable[[Row], tuple[str, str]]
 
 
-def _coedit(row: dict[str, Any]) -> tuple[str, str]:
+def _coedit(row: Row) -> tuple[str, str]:
     return row["src"], row["tgt"]
 
 
-def _text(value: Any) -> str:
+def _text(value: object) -> str:
     if not isinstance(value, str):
         raise ValueError(f"{value!r} is no text")
     return value
 
 
-def _gsm8k(row: dict[str, Any]) -> tuple[str, str]:
+def _gsm8k(row: Row) -> tuple[str, str]:
     ask = "Work out the answer in a few short steps. Put the result on a last line of the form #### <answer>."
     return f"{ask}\n\n{_text(row['question'])}", row["answer"]
 
 
-def _tweet(row: dict[str, Any]) -> tuple[str, str]:
+def _tweet(row: Row) -> tuple[str, str]:
     ask = "What is the mood of this tweet? Reply with exactly one word: negative, neutral or positive."
     return f"{ask}\n\nTweet: {_text(row['text'])}", dict(enumerate(SENTIMENTS))[row["label"]]
 
 
-def _arc(row: dict[str, Any]) -> tuple[str, str]:
+def _arc(row: Row) -> tuple[str, str]:
     options = zip(row["choices"]["label"], row["choices"]["text"], strict=True)
     if row["answerKey"] not in row["choices"]["label"]:
         raise ValueError("answerKey is none of the labels")
@@ -148,7 +147,7 @@ def _from_hub(source: Source) -> Pool:
     ]
 
 
-def _example(source: Source, row: dict[str, Any], split: str, index: int, where: str, name: str = "") -> Example:
+def _example(source: Source, row: Row, split: str, index: int, where: str, name: str = "") -> Example:
     try:
         prompt, answer = source.convert(row)
         if not prompt.strip() or not answer.strip():

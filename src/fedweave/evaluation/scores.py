@@ -9,9 +9,12 @@ import re
 from collections import Counter
 from collections.abc import Callable, Sequence
 from functools import lru_cache
-from typing import Any
+from typing import TYPE_CHECKING
 
 from fedweave.data.tasks import SENTIMENTS
+
+if TYPE_CHECKING:
+    from rouge_score.rouge_scorer import RougeScorer
 
 _NUMBER = r"-?\$?\d[\d,]*(?:\.\d+)?"
 
@@ -58,7 +61,7 @@ def label(prediction: str, reference: str) -> float:
 
 
 @lru_cache(maxsize=1)
-def _rouge_scorer() -> Any:
+def _rouge_scorer() -> RougeScorer:
     from rouge_score.rouge_scorer import RougeScorer
 
     return RougeScorer(["rouge1", "rouge2", "rougeLsum"], use_stemmer=False)

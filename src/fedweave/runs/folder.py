@@ -73,7 +73,7 @@ class RunFolder:
     # ---------------------------------------------------------------------------------- life
 
     @classmethod
-    def create(cls, path: Path, config: Config, manifest: dict[str, Any]) -> RunFolder:
+    def create(cls, path: Path, config: Config, manifest: Mapping[str, object]) -> RunFolder:
         """Make the folder with its config and manifest, whole or not at all; every check has passed by now."""
         try:
             with atomic_folder(path, shared=True) as partial:
@@ -100,7 +100,7 @@ class RunFolder:
                 raise UserError(f"{key} is fixed for a run; only {', '.join(FREE_KEYS)} may change on resume.")
         return cls(path), load_config(path / "config.yaml", overrides or [])
 
-    def check_manifest(self, manifest: dict[str, Any]) -> None:
+    def check_manifest(self, manifest: Mapping[str, object]) -> None:
         """The data must be what the run started with."""
         try:
             saved = json.loads((self.path / "manifest.json").read_text(encoding="utf-8"))
