@@ -12,45 +12,51 @@ import math
 import types
 import typing
 from collections.abc import Mapping
-from contextlib import suppress
 from dataclasses import field
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 import yaml
 
-from fedweave.errors import UserError, nearest
+from fedweave.errors import UserError, first_line, nearest
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
 
-T = TypeVar("T")
-Settings = TypeVar("Settings", bound="DataclassInstance")
-Tree = dict[str, Any]  # plain nested dictionaries, as YAML and JSON hold them
+Tree = dict[str, Any]  # nested dictionaries, as YAML and JSON have them
+Limits = Mapping[str, Any]  # a setting's metadata: its documentation, its lowest and highest value
+T = TypeVar("T", bound="DataclassInstance")
 
 
-def setting(default: T, doc: str, *, low: float | None = None, high: float | None = None) -> T:
-    """A config field with its documentation and its closed range: of a number, or of a list's length."""
-    return field(default=default, metadata={"doc": doc, "low": low, "high": high})
+def setting(
+    default: Any, doc: str, *, low: float | None = None, high: float | None = None, pairs: bool = False
+) -> Any:
+    """A config field with its documentation and its closed range: of a number, or of a list's length. A list of
+    ``pairs`` may be written as {key: value} and, on a command line, as key=value,key=value."""
+    return field(default=default, metadata={"doc": doc, "low": low, "high": high, "pairs": pairs})
 
 
 def to_tree(config: DataclassInstance) -> Tree:
     """Plain nested dictionaries, ready for YAML or JSON."""
     return {
-        f.name: to_tree(v) if _nested(f) else list(v) if isinstance(v, tuple) else v
+        f.name: to_tree(v)
+        if dataclasses.is_dataclass(v) and not isinstance(v, type)
+        else list(v)
+        if isinstance(v, tuple)
+        else v
         for f in dataclasses.fields(config)
         for v in [getattr(config, f.name)]
     }
 
 
-def flatten(tree: Tree, prefix: str = "") -> dict[str, object]:
-    """A tree's values by their dotted keys."""
-    flat: dict[str, object] = {}
+def flatten(tree: Tree, prefix: str = "") -> Tree:
+    """A tree's values by dotted keys."""
+    flat: Tree = {}
     for name, value in tree.items():
         flat |= flatten(value, f"{prefix}{name}.") if isinstance(value, dict) else {f"{prefix}{name}": value}
     return flat
 
 
-def describe(cls: type[DataclassInstance], prefix: str = "") -> list[tuple[str, str, str]]:
+def describe(cls: type, prefix: str = "") -> list[tuple[str, str, str]]:
     """(key, default, documentation) of every key, in order: the config reference."""
     rows = []
     for f in dataclasses.fields(cls):
@@ -59,18 +65,25 @@ def describe(cls: type[DataclassInstance], prefix: str = "") -> list[tuple[str, 
             rows += describe(nested, f"{prefix}{f.name}.")
         else:
             default = list(f.default) if isinstance(f.default, tuple) else f.default
-            shown = yaml.safe_dump(default, default_flow_style=True).split("\n")[0]
-            rows.append((prefix + f.name, shown, f.metadata["doc"]))
+            rows.append(
+                (
+                    prefix + f.name,
+                    yaml.safe_dump(default, default_flow_style=True).split("\n")[0],
+                    f.metadata["doc"],
+                )
+            )
     return rows
 
 
 def read_yaml(text: str, where: str) -> Tree:
     try:
         tree = yaml.safe_load(text)
-    except (yaml.YAMLError, ValueError) as error:
+    except (yaml.YAMLError, ValueError, RecursionError) as error:
         mark = getattr(error, "problem_mark", None)
         line = f", line {mark.line + 1}" if mark else ""
-        raise UserError(f"{where}{line} is not valid YAML: {getattr(error, 'problem', error)}.") from None
+        raise UserError(
+            f"{where}{line} is not valid YAML: {getattr(error, 'problem', None) or first_line(error)}."
+        ) from None
     if tree is None:
         return {}
     if not isinstance(tree, dict):
@@ -81,7 +94,7 @@ def read_yaml(text: str, where: str) -> Tree:
 def read_yaml_value(text: str, key: str) -> object:
     try:
         return yaml.safe_load(text)
-    except (yaml.YAMLError, ValueError):
+    except (yaml.YAMLError, ValueError, RecursionError):
         raise UserError(f"the value of {key} is not valid YAML: {text!r}.") from None
 
 
@@ -91,25 +104,18 @@ def insert(tree: Tree, key: str, value: object) -> None:
     for name in parents:
         if tree.get(name) is None:  # an empty section is None
             tree[name] = {}
-        below = tree[name]
-        if not isinstance(below, dict):
+        tree = tree[name]
+        if not isinstance(tree, dict):
             raise UserError(f"{key!r} is no config key: {name!r} has no keys below it.")
-        tree = below
     tree[last] = value
 
 
-def _nested(f: dataclasses.Field) -> type[DataclassInstance] | None:
+def _nested(f: dataclasses.Field) -> type | None:
     factory = f.default_factory
     return factory if isinstance(factory, type) and dataclasses.is_dataclass(factory) else None
 
 
-def build(
-    cls: type[Settings],
-    tree: object,
-    prefix: str = "",
-    root: type[DataclassInstance] | None = None,
-    what: str = "config key",
-) -> Settings:
+def build(cls: type[T], tree: object, prefix: str = "", root: type | None = None, what: str = "config key") -> T:
     """Build ``cls`` from a plain tree, checking every key and value; ``what`` is how an error calls a key."""
     root = root or cls
     if not isinstance(tree, dict):
@@ -129,7 +135,7 @@ def build(
     return cls(**values)
 
 
-def _hint(name: str, prefix: str, siblings: list[str], root: type[DataclassInstance]) -> str:
+def _hint(name: str, prefix: str, siblings: list[str], root: type) -> str:
     """The nearest sibling; failing that, a key of the same name elsewhere in the tree."""
     elsewhere = [key for key, _, _ in describe(root) if key.split(".")[-1] == name]
     if elsewhere:
@@ -142,7 +148,7 @@ def _hint(name: str, prefix: str, siblings: list[str], root: type[DataclassInsta
     )
 
 
-def _convert(value: object, hint: object, key: str, limits: Mapping[str, float | None]) -> object:
+def _convert(value: object, hint: Any, key: str, limits: Limits) -> object:
     """Coerce one value to its declared type, or say in one sentence why not."""
     origin, args = typing.get_origin(hint), typing.get_args(hint)
     if origin is Literal:
@@ -161,6 +167,8 @@ def _convert(value: object, hint: object, key: str, limits: Mapping[str, float |
                     problem = problem or error
         raise problem or UserError(f"{key}={value!r} is not allowed.")
     if origin is tuple:
+        if limits.get("pairs"):
+            value = _pairs(value)
         items = [value] if isinstance(value, str) else value
         fewest = limits.get("low") or 0
         if not isinstance(items, list | tuple) or len(items) < fewest or not all(isinstance(v, str) for v in items):
@@ -170,21 +178,26 @@ def _convert(value: object, hint: object, key: str, limits: Mapping[str, float |
         if not isinstance(value, bool):
             raise UserError(f"{key} must be true or false, not {value!r}.")
         return value
-    if hint is int or hint is float:
+    if hint in (int, float):
         return _number(value, hint, key, limits)
     if not isinstance(value, str):
         raise UserError(f"{key} must be text, not {value!r}.")
     return value
 
 
-def _number(
-    value: object, hint: type[int] | type[float], key: str, limits: Mapping[str, float | None]
-) -> int | float:
+def _pairs(value: Any) -> Any:
+    """A list of "key=value", however it was written."""
+    if isinstance(value, dict):
+        return [f"{key}={item}" for key, item in value.items()]
+    return [part.strip() for part in value.split(",") if part.strip()] if isinstance(value, str) else value
+
+
+def _number(value: Any, hint: type, key: str, limits: Limits) -> int | float:
     kind = "a whole number" if hint is int else "a number"
-    number = None
-    if isinstance(value, int | float | str) and not isinstance(value, bool):  # YAML reads 1e-4 as text
-        with suppress(ValueError, OverflowError):
-            number = float(value)
+    try:  # YAML reads 1e-4 as text
+        number = float(value) if not isinstance(value, bool) else None
+    except (TypeError, ValueError, OverflowError):
+        number = None
     if number is None or not math.isfinite(number) or (hint is int and number != int(number)):
         raise UserError(f"{key} must be {kind}, not {value!r}.")
     low, high = limits.get("low"), limits.get("high")
