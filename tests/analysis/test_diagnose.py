@@ -60,7 +60,7 @@ def test_gradients_are_those_of_finite_differences(backbone):
     engine = InProcessEngine(backbone, [], Config(), QUIET)
     layout, router = engine.layout(rank=2, experts=2), RouterLayout(backbone.width, 8, 2)
     lane = make_lanes(backbone, layout, router, clients=1, steps=2)[0]
-    meter = GradientMeter(engine, layout, router)
+    meter = GradientMeter(engine.compute, layout, router)
     found = meter([lane])
     for name, size in (("theta", layout.size), ("phi", router.size)):
         direction = torch.nn.functional.normalize(
