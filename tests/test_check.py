@@ -74,6 +74,13 @@ def test_a_model_that_is_not_here_is_no_fault_of_the_data(place, capsys):
     assert "lengths are in characters, since there is no model: backbone.model=./nowhere" in capsys.readouterr().out
 
 
+def test_rows_of_no_client_are_counted_before_they_are_dealt_out(place, capsys):
+    assert main(["check", "my_clients/a.jsonl", "data.clients=3"]) == 0
+    page = capsys.readouterr().out
+    assert page.startswith("my_clients/a.jsonl: 3 clients, 20 rows") and "rows to deal out" in page
+    assert "dealt out to data.clients=3 simulated clients" in page
+
+
 def test_many_clients_are_summed_up(place, capsys):
     for n in range(40):
         (place / "my_clients" / f"c{n:02}.jsonl").write_text((place / "my_clients" / "a.jsonl").read_text())

@@ -177,7 +177,7 @@ ABSURD = [
 
 
 @pytest.mark.parametrize("path", ABSURD)
-@pytest.mark.parametrize("source", ["jsonl", "paper"])
+@pytest.mark.parametrize("source", ["jsonl", "paper", "tasks"])
 def test_absurd_paths_are_one_sentence(path, source, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     with pytest.raises(UserError) as caught:

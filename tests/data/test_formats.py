@@ -328,6 +328,14 @@ def test_a_folder_with_a_column_of_clients(tmp_path, write):
     assert data.sizes() == {"a": 8, "b": 16, "c": 8} and len(data.test) == 3
 
 
+def test_a_folder_of_one_client_file_may_hold_the_rows_of_all(tmp_path, write):
+    write("cases.csv", [row | {"client": "ab"[n % 2]} for n, row in enumerate(rows(40))])
+    write("test.csv", rows(3, 90))
+    assert load(tmp_path).sizes() == {"a": 18, "b": 18}
+    write("cases.csv", rows(40))
+    assert load(tmp_path).sizes() == {"cases": 36}
+
+
 def test_one_file_without_clients_is_dealt_out(write):
     path = write("all.jsonl", [*rows(100, task="x"), *rows(100, 100, task="y")])
     data = load(path, clients=5, alpha=1.0)

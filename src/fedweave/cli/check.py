@@ -77,7 +77,7 @@ def _verdict(check: Check, recipe: str, arguments: argparse.Namespace) -> str:
 def _text(check: Check) -> str:
     rows = sum(one.rows for one in [*check.clients.values(), *check.held.values()])
     sets = ", ".join(f"{name} {count:,}" for name, count in check.sets.items())
-    head = f"{check.data}: {_count(len(check.clients), 'client')}, {_count(rows, 'row')}{sets and f' ({sets})'}"
+    head = f"{check.data}: {_count(check.count, 'client')}, {_count(rows, 'row')}{sets and f' ({sets})'}"
     parts = [head]
     if check.clients:
         parts.append(_table(check))

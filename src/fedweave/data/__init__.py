@@ -6,6 +6,7 @@ from pathlib import Path
 
 from fedweave.config import Config
 from fedweave.data.examples import Example, FederatedData, Task
+from fedweave.data.files import find_path
 from fedweave.data.folder import TaskFolder, load_task_folder
 from fedweave.data.own import load_own
 from fedweave.data.partition import by_kind, client_names, dirichlet_partition, draw, pure_partition, split_pools
@@ -32,7 +33,7 @@ def _pools(config: Config) -> tuple[TaskFolder, list[str]]:
     data, varied = config.data, config.data.wording == "varied"
     notes: list[str] = []
     if data.source == "tasks":
-        folder = Path(str(data.path)).expanduser() / (data.folder or "")
+        folder = find_path(str(Path(str(data.path)) / (data.folder or "")))
         found = load_task_folder(folder, varied, config.seed, config.evaluation.max_new_tokens)
     elif data.source == "paper":
         pools, tasks, notes = load_paper_tasks(data.path, varied, config.seed)

@@ -78,6 +78,7 @@ class Check:
     unit: str
     faults: list[dict[str, str]] = field(default_factory=list)  # where and what
     remarks: list[str] = field(default_factory=list)
+    count: int = 0  # of clients
     clients: dict[str, ClientCheck] = field(default_factory=dict)
     held: dict[str, ClientCheck] = field(default_factory=dict)
     sets: dict[str, int] = field(default_factory=dict)  # rows in train, validation and test
@@ -108,7 +109,9 @@ def check_own(config: Config, reader: Reader) -> Check:
     except UserError as error:
         complain(error)
     _measure(check, config, gathered, data, reader)
+    check.count = len(gathered.clients)
     if data is not None:
+        check.count = len(data.clients)
         check.remarks += data.notes
         check.sets = {
             "train": sum(data.sizes().values()),
@@ -132,7 +135,7 @@ def _fault(message: str, folder: str) -> dict[str, str]:
 
 def _measure(check: Check, config: Config, gathered: Gathered, data: FederatedData | None, reader: Reader) -> None:
     """Lengths, scripts and tasks of every client, and what a model will not take whole."""
-    groups: Mapping[str, list[Example]] = gathered.clients or {"rows of no client": gathered.pool}
+    groups: Mapping[str, list[Example]] = gathered.clients or {"rows to deal out": gathered.pool}
     cut = dropped = unreached = 0
     limits = {name: task.max_new_tokens for name, task in data.tasks.items()} if data else {}
     for name, rows in [*groups.items(), *gathered.held.items()]:

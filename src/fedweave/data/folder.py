@@ -13,6 +13,7 @@ from pathlib import Path
 
 from fedweave.data.examples import Example, Task
 from fedweave.data.files import Row, read_rows
+from fedweave.data.rows import RESERVED
 from fedweave.data.tasks import Pool
 from fedweave.data.wordings import WORDINGS, Request, check_wording, choose, render
 from fedweave.errors import UserError, nearest
@@ -47,7 +48,7 @@ def load_task_folder(folder: Path, varied: bool, seed: int, max_new_tokens: int)
     """Read the tasks and their rows; with ``varied`` every row has one of its task's wordings."""
     if not folder.is_dir():
         raise UserError(f"data.path={folder}: there is no such folder.")
-    files = sorted(p for p in folder.iterdir() if p.name.endswith((".jsonl", ".jsonl.gz")))
+    files = sorted(p for p in folder.iterdir() if p.name.endswith((".jsonl", ".jsonl.gz")) and p.name[0] != ".")
     listed = [p for p in files if p.name.split(".jsonl")[0] == "tasks"]
     if len(listed) != 1 or len(files) < 2:
         raise UserError(f"{folder} needs one tasks.jsonl and at least one more JSONL file with rows.")
@@ -78,6 +79,8 @@ def _entries(path: Path, max_new_tokens: int) -> dict[str, Entry]:
                 raise UserError(f"{where}: {key!r} must be a text, not {row[key]!r}.")
         if row.get("role", "seen") not in ROLES:
             raise UserError(f"{where}: 'role' must be seen or unseen, not {row['role']!r}.")
+        if row["task"] in RESERVED:
+            raise UserError(f"{where}: no task can be called {row['task']!r}, which is the name of the average.")
         if row["task"] in entries:
             raise UserError(f"{where}: task {row['task']!r} is listed twice.")
         wordings = row.get("wordings", list(WORDINGS))

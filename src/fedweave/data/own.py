@@ -94,11 +94,11 @@ def _folder(folder: Path, fields: Fields, complain: Complain) -> Gathered:
     for k in HELD_OUT:
         if k in named:
             found.held[k] = read_examples(named[k], fields, complain)
-    if "client" in fields:
-        owned = [row for path in clients.values() for row in _read(path, fields, complain, by_client=True)]
-        return _by_client(owned, found, folder.name, complain)
-    for name, path in clients.items():
-        found.clients[name] = read_examples(path, fields, complain)
+    by_client = "client" in fields or len(clients) == 1  # the only file may hold the rows of all
+    read = {name: _read(path, fields, complain, by_client) for name, path in clients.items()}
+    if "client" in fields or any(owner for rows in read.values() for owner, _ in rows):
+        return _by_client([row for rows in read.values() for row in rows], found, folder.name, complain)
+    found.clients = {name: [example for _, example in rows] for name, rows in read.items()}
     for name, rows in list(found.clients.items()):
         if not rows:
             complain(UserError(f"{clients[name]}: client {name!r} is empty; add examples or remove the file."))

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from os.path import expanduser  # of another machine's ~user it makes nothing, where Path raises
 from pathlib import Path
 
 from fedweave.config import Config, EvaluationConfig
@@ -52,7 +53,7 @@ def own_tasks(config: Config, examples: Sequence[Example]) -> tuple[dict[str, Ta
     rows: dict[str, list[Example]] = {}
     for example in examples:
         rows.setdefault(example.task, []).append(example)
-    folder = Path(str(config.data.path)).expanduser() if config.data.source == "jsonl" else None
+    folder = Path(expanduser(str(config.data.path))) if config.data.source == "jsonl" else None
     settings = read_task_settings(folder / TASKS_FILE) if folder else {}
     chosen = _chosen(config.evaluation)
     tasks, said, notes = {}, [], []
@@ -76,7 +77,7 @@ def own_tasks(config: Config, examples: Sequence[Example]) -> tuple[dict[str, Ta
     for name in [*chosen, *settings]:
         if name and name not in tasks:
             notes.append(f"a metric is named for {shown(name)!r}, but no row has that task: {nearest(name, tasks)}")
-    return tasks, [f"scores: {'; '.join(said)}; evaluation.metrics chooses others.", *notes]
+    return tasks, [*([f"scores: {'; '.join(said)}; evaluation.metrics chooses others."] if said else []), *notes]
 
 
 def choose_metric(answers: Sequence[str]) -> tuple[str, str]:

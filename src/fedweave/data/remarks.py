@@ -49,7 +49,9 @@ def odd_names(named: Mapping[str, Path]) -> list[str]:
             renamed = path.name.replace(name, meant, 1)
             out.append(f"{path.name} is the client {name!r}; rename it to {renamed} if it is to be held out.")
         elif name.lower() in ("train", "training"):
-            out.append(f"{path.name} is one client, {name!r}; a file for each client makes a federation.")
+            out.append(
+                f"{path.name} is one client, {name!r}; a federation has a file for each, or a column 'client'."
+            )
     return out
 
 
