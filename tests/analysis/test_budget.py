@@ -6,13 +6,15 @@ import shutil
 import pytest
 import torch
 
-from fedweave.analysis.budget import PAYLOADS, predict, trained_parameters, training_memory
+from fedweave.analysis.budget import predict, training_memory
 from fedweave.analysis.shapes import model_shape
 from fedweave.analysis.spent import run_costs
 from fedweave.cli import main
 from fedweave.config import load_config
 from fedweave.errors import UserError
 from fedweave.methods import METHODS, build_method
+from fedweave.runs.reading import read_run
+from fedweave.runs.summary import trained_parameters
 from tests.methods.conftest import config, make_engine, with_method  # noqa: F401
 
 PAPER = load_config("paper")
@@ -61,7 +63,6 @@ def test_what_a_client_sends_and_receives(llama):
 
 def test_every_method_trains_what_its_budget_says(config, backbone, model_folder):  # noqa: F811
     shape = model_shape(str(model_folder("llama")))
-    assert set(PAYLOADS) == set(METHODS)
     for name in METHODS:
         if name == "oracle":  # needs its labels revealed
             continue
@@ -72,17 +73,23 @@ def test_every_method_trains_what_its_budget_says(config, backbone, model_folder
         payload = predict(shape, chosen, experts=state.layout.experts).methods[name]
         trained = torch.zeros(state.layout.size, dtype=torch.bool)
         routers = 0
-        for lane in (method.lane(client, state, 0) for client in engine.clients):
+        for lane in (method.lane(client, state, 0) for client in engine.members):
             trained |= lane.trainable if lane.trainable is not None else torch.ones_like(trained)
             routers = state.phi.numel() if state.phi is not None and lane.train_router else 0
         assert payload.trainable == int(trained.sum()) + routers, name
-        assert payload.trainable == trained_parameters(name, state.layout, state.router), name
+        assert payload.trainable == trained_parameters(chosen, state), name
 
 
-def test_a_new_method_is_taken_to_send_everything(llama, monkeypatch):
+def test_a_new_method_brings_its_own_costs(llama, monkeypatch):
     monkeypatch.setitem(METHODS, "mine", METHODS["fedweave"])
     mine = predict(llama, load_config("paper", ["method=mine"]), served=1).methods["mine"]
-    assert mine.up == mine.down == mine.trainable == 9_175_040 + 1_575_428
+    assert mine.down == mine.trainable == 9_175_040 + 1_575_428
+    assert mine.up == 9_175_040 // 4 + 1_575_428
+
+
+def test_a_sketch_counts_what_it_sends(llama):
+    once = predict(llama, load_config("paper", ["discovery.sketch=64"])).discovery
+    assert once.signature_numbers == 56 * 64 and once.signature_bytes == 2 * 56 * 64  # half precision
 
 
 def test_memory_counts_weights_states_and_activations(llama):
@@ -127,6 +134,15 @@ def test_settings_change_the_budget(capsys, model_folder):
     assert tiny["methods"]["fedit"]["trainable"] == 2 * 32 * (32 + 32 + 32 + 16)
 
 
+def test_a_sketch_makes_signatures_small(capsys):
+    whole, sketched = (
+        json.loads(says(capsys, "paper", f"discovery.sketch={k}", "--json"))[0]["discovery"] for k in (0, 64)
+    )
+    assert whole["signature_bytes"] == 4 * whole["signature_numbers"] == 4 * 28 * 8 * (3072 + 1024)
+    assert sketched["signature_numbers"] == 2 * 28 * 64 and sketched["signature_bytes"] == 2 * 2 * 28 * 64
+    assert sketched["adapter_bytes"] == whole["adapter_bytes"]
+
+
 def test_a_runs_costs_stand_beside_their_prediction(tiny_run, capsys):
     folder = tiny_run()
     assert "peak memory" in says(capsys, str(folder))
@@ -167,10 +183,10 @@ def test_counted_bytes_stand_beside_their_prediction(tiny_run, tmp_path):
         if event["event"] == "round":
             event |= {"bytes_up": {"client_0": 7, "client_1": 5}, "bytes_down": 10}
     (folder / "metrics.jsonl").write_text("".join(json.dumps(event) + "\n" for event in events))
-    rows = {row.what: row for row in run_costs(folder).spent}
+    rows = {row.what: row for row in run_costs(read_run(folder)).spent}
     assert rows["sent by clients"].measured == 3 * 12 and rows["sent to clients"].measured == 3 * 3 * 10
     # three clients receive everything in three rounds; they send only the experts that they serve
-    budget = run_costs(folder).budget
+    budget = run_costs(read_run(folder)).budget
     assert rows["sent to clients"].predicted == 9 * budget.round_bytes("fedweave")[1]
     assert 0 < rows["sent by clients"].predicted <= 9 * budget.round_bytes("fedweave")[0]
 

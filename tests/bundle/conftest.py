@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from fedweave.bundle import export_run
 from fedweave.cli import main
+from fedweave.runs.use import export_run
 from tests.runs.conftest import SMALL
 
 PROMPTS = ["How many?", "Fix the grammar: Ada go to the park.", "Pick the fruit from this list: dog, plum, bus."]

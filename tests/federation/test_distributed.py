@@ -71,7 +71,7 @@ def test_a_mistake_ends_all_processes_with_the_sentence(tmp_path):
 
 LEAVING = """
 import atexit, os, weakref
-from fedweave.federation.distributed import world
+from fedweave.federation.engines.distributed import world
 atexit.register(lambda: group() and os._exit(3))  # runs last: handlers run in reverse
 group = weakref.ref(world().group)
 import torch.distributed.nn  # keeps the default group, if there is one, in its functions' arguments

@@ -5,9 +5,8 @@ import json
 import pytest
 import torch
 
-from fedweave import FedWeaveModel
-from fedweave.bundle import export_run
 from fedweave.cli import main
+from fedweave.runs.use import export_run, load
 
 
 @pytest.fixture
@@ -21,15 +20,15 @@ def test_a_federation_goes_on_from_a_bundle(first, tmp_path, small):
     second = tmp_path / "second"
     options = [*small, f"init={first}", "seed=7", "training.rounds=0"]
     assert main(["run", "quickstart", *options, f"output={second}", "--quiet"]) == 0
-    old, new = FedWeaveModel.from_pretrained(first), FedWeaveModel.from_pretrained(second)
-    assert torch.equal(old.theta, new.theta) and torch.equal(old.phi, new.phi)
+    old, new = load(first), load(second)
+    assert torch.equal(old.theta, new.theta) and torch.equal(old.experts.phi, new.experts.phi)
     # every bucket was given to the expert that the router prefers for its prompts
     discovery = json.loads((second / "discovery.json").read_text())
     assert discovery["experts"] == old.mixture.layout.experts
     assert all(0 <= m < discovery["experts"] for c in discovery["clients"].values() for m in c["experts"])
 
     assert main(["resume", str(second), "training.rounds=2", "--quiet"]) == 0
-    moved = FedWeaveModel.from_pretrained(second, last=True)
+    moved = load(second, last=True)
     served = {m for c in discovery["clients"].values() for m in c["experts"]}
     owner = moved.mixture.layout.expert_of_column
     for m in range(moved.mixture.layout.experts):
@@ -70,5 +69,5 @@ def test_baselines_go_on_too(tmp_path, small, method):
     export_run(tmp_path / "first", tmp_path / "bundle", last=True)
     second = [*options, f"init={tmp_path / 'bundle'}", f"output={tmp_path / 'second'}", "--quiet"]
     assert main(["run", "quickstart", *second]) == 0
-    old, new = (FedWeaveModel.from_pretrained(tmp_path / f, last=True) for f in ("first", "second"))
+    old, new = (load(tmp_path / f, last=True) for f in ("first", "second"))
     assert old.theta.shape == new.theta.shape and not torch.equal(old.theta, new.theta)

@@ -6,7 +6,7 @@ import shutil
 import pytest
 import yaml
 
-from fedweave import FedWeaveModel
+import fedweave
 from fedweave.cli import main
 
 
@@ -73,7 +73,7 @@ def test_generate_and_evaluate_use_the_finished_model(finished, tmp_path, capsys
 def test_a_model_answers_without_the_runs_data_and_reading_changes_nothing(finished):
     before = {p: p.read_bytes() for p in finished.rglob("*") if p.is_file() and p.name != "manifest.json"}
     (finished / "manifest.json").unlink()
-    model = FedWeaveModel.from_pretrained(finished)
+    model = fedweave.load(finished)
     answer = model.generate(["How many?"], routing="soft", max_new_tokens=3)[0]
     assert sum(answer.weights) == pytest.approx(1.0, abs=1e-4)
     assert {p: p.read_bytes() for p in finished.rglob("*") if p.is_file()} == before

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -17,6 +16,8 @@ from fedweave.experts.mixture import Mixture
 from fedweave.files import file_sha256
 from fedweave.inference.model import FedWeaveModel
 from fedweave.router.mlp import RouterLayout
+from fedweave.router.routed import RoutedExperts
+from fedweave.schema import Description
 from fedweave.settings import build
 
 
@@ -29,16 +30,14 @@ def load_bundle(folder: Path, model: str | None = None, device: str = "auto") ->
     description = verify_bundle(folder)
     backbone = load_backbone(bundle_backbone(description, model, device))
     layers = backbone.linear_layers(description["target_modules"])
-    layout, theta, router, phi = read_state(folder, description, backbone, layers)
-    return FedWeaveModel(
-        backbone, Mixture(layers, layout, description["alpha"]), theta, router, phi, description["shares"]
-    )
+    experts = read_experts(folder, description, backbone, layers)
+    return FedWeaveModel(backbone, Mixture(layers, experts.layout, description["alpha"]), experts)
 
 
-def verify_bundle(folder: Path) -> dict[str, Any]:
+def verify_bundle(folder: Path) -> Description:
     """What fedweave.json says, once every file that it lists is there and unchanged."""
     try:
-        description = json.loads((folder / "fedweave.json").read_text(encoding="utf-8"))
+        description: Description = json.loads((folder / "fedweave.json").read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise UserError(f"{folder} is no bundle: fedweave.json cannot be read ({error}).") from None
     if not isinstance(description, dict) or description.get("schema") != 1:
@@ -52,17 +51,17 @@ def verify_bundle(folder: Path) -> dict[str, Any]:
     return description
 
 
-def bundle_backbone(description: dict[str, Any], model: str | None, device: str) -> BackboneConfig:
+def bundle_backbone(description: Description, model: str | None, device: str) -> BackboneConfig:
     settings = {**description["backbone"], "device": device, "dtype": "auto"}
     if model is not None:
         settings["model"] = model
     return build(BackboneConfig, settings, "backbone.")
 
 
-def read_state(
-    folder: Path, description: dict[str, Any], backbone: Backbone, layers: dict[str, torch.nn.Linear]
-) -> tuple[AdapterLayout, torch.Tensor, RouterLayout | None, torch.Tensor | None]:
-    """(layout, θ [P], router, φ [R, Q]) on the backbone's device; the backbone must be the one trained on."""
+def read_experts(
+    folder: Path, description: Description, backbone: Backbone, layers: dict[str, torch.nn.Linear]
+) -> RoutedExperts:
+    """On the backbone's device; the backbone must be the one trained on."""
     if backbone.fingerprint != description["fingerprint"]:
         raise UserError(
             f"the bundle {folder} was trained on another backbone, tokenizer or prompt rendering than "
@@ -72,11 +71,11 @@ def read_state(
     singles = [read_adapter(folder / f"expert_{m}", layout.with_experts(1)) for m in range(layout.experts)]
     theta = layout.stack(singles).to(backbone.device)
     if description["router"] is None:
-        return layout, theta, None, None
+        return RoutedExperts(layout, None, theta, None, description["shares"])
     router = RouterLayout(**description["router"])
     named = read_tensors(folder / "router.safetensors")
     phi = torch.zeros(len(description["shares"]), router.size)
     for r, row in enumerate(phi):
         for name, view in router.views(row).items():
             view.copy_(named[f"{name}.{r}"])
-    return layout, theta, router, phi.to(backbone.device)
+    return RoutedExperts(layout, router, theta, phi.to(backbone.device), description["shares"])

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -19,7 +17,8 @@ from fedweave.errors import UserError
 from fedweave.experts.mixture import Mixture
 from fedweave.inference.rows import Row, RunningBatch
 from fedweave.inference.sampling import Sampling
-from fedweave.router.mlp import RouterLayout, active_experts, sparsify, vote
+from fedweave.router.mlp import active_experts, sparsify
+from fedweave.router.routed import RoutedExperts
 
 
 @dataclass
@@ -37,38 +36,22 @@ class Answer:
 
 @dataclass
 class FedWeaveModel:
-    """Backbone, experts and router."""
+    """Backbone, experts and router; :func:`fedweave.load` makes one of a run or a bundle."""
 
     backbone: Backbone
     mixture: Mixture
-    theta: torch.Tensor  # [P]
-    router: RouterLayout | None
-    phi: torch.Tensor | None  # [R, Q]
-    shares: list[float]  # [R] how much each router counts
+    experts: RoutedExperts
 
-    @classmethod
-    def from_pretrained(
-        cls, folder: str | Path, *, last: bool = False, model: str | None = None, device: str = "auto"
-    ) -> FedWeaveModel:
-        """The model of a bundle, in a folder or at ``hf://owner/name``, or of a run's best round (with ``last`` its
-        last). ``model`` names the backbone when it lies elsewhere than where a bundle was trained."""
-        from fedweave.bundle import is_bundle, load_bundle
-        from fedweave.bundle.hub import fetch_bundle, hub_repository
-        from fedweave.runs.use import load_models
-
-        repository = hub_repository(folder)
-        folder = Path(folder) if repository is None else fetch_bundle(repository)
-        if is_bundle(folder):
-            return load_bundle(folder, model, device)
-        if model is not None:
-            raise UserError(f"{folder} is a run, whose config names its backbone; another is for bundles only.")
-        return load_models(folder, last, device)[1][0]
+    @property
+    def theta(self) -> torch.Tensor:
+        """[P] the experts."""
+        return self.experts.theta
 
     # ---------------------------------------------------------------------------------- routing
 
     def weights(self, features: torch.Tensor) -> torch.Tensor:
         """Soft router weights of cached features: [n, d] to [n, M] on the CPU."""
-        return vote(self.router, self.phi, self.shares, features)
+        return self.experts.weights(features)
 
     def route(self, prompts: Sequence[Prompt]) -> torch.Tensor:
         """Soft router weights of prompts, [n, M]."""
@@ -79,7 +62,7 @@ class FedWeaveModel:
 
     # ---------------------------------------------------------------------------------- answering
 
-    def generate(self, prompts: Sequence[Prompt], routing: str = "sparse", **options: Any) -> list[Answer]:
+    def generate(self, prompts: Sequence[Prompt], routing: str = "sparse", **options: object) -> list[Answer]:
         """Answers in the order of ``prompts``, each by its own experts, in one batch. A prompt is a text or a tuple
         of chat messages; ``options`` carry the names of transformers' GenerationConfig (:class:`Sampling`)."""
         encoded = self.backbone.prompts.encode_prompts(_several(prompts))
@@ -91,7 +74,7 @@ class FedWeaveModel:
             for row, w in zip(rows, weights, strict=True)
         ]
 
-    def stream(self, prompt: Prompt, routing: str = "sparse", **options: Any) -> Iterator[str]:
+    def stream(self, prompt: Prompt, routing: str = "sparse", **options: object) -> Iterator[str]:
         """The same answer piece by piece, as it is made; no piece splits a character."""
         _, rows = self._rows(self.backbone.prompts.encode_prompts([prompt]), routing, options)
         return (piece for _, piece in self._run(rows) if piece)
@@ -101,7 +84,7 @@ class FedWeaveModel:
         return RunningBatch(self.backbone, self.mixture, self.theta, rows, length)
 
     def _rows(
-        self, encoded: Sequence[EncodedPrompt], routing: str, options: dict[str, Any]
+        self, encoded: Sequence[EncodedPrompt], routing: str, options: Mapping[str, object]
     ) -> tuple[torch.Tensor, list[Row]]:
         """(router weights [n, M], rows to run); whatever is wrong with the options shows before anything runs."""
         sampling = Sampling.of(options)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -15,7 +15,7 @@ from fedweave.backbone.load import Backbone
 from fedweave.config import Config, dump_config, load_config
 from fedweave.console import Console
 from fedweave.errors import UserError
-from fedweave.experts.layout import AdapterLayout
+from fedweave.experts.layout import AdapterLayout, Shaped
 from fedweave.federation.checkpoint import (
     load_checkpoint,
     prune,
@@ -23,14 +23,15 @@ from fedweave.federation.checkpoint import (
     round_name,
     save_checkpoint,
 )
+from fedweave.federation.state import ServerState
 from fedweave.files import atomic_folder, write_atomic
-from fedweave.methods.base import ServerState
 from fedweave.router.mlp import RouterLayout
 from fedweave.runs.loggers import Loggers
+from fedweave.schema import Event, Manifest
 from fedweave.settings import flatten, to_tree
 
 if TYPE_CHECKING:
-    from fedweave.runs.run import Ground
+    from fedweave.runs.run import RunContext
 
 # Keys that a resumed run may change: they do not alter what was already computed.
 FREE_KEYS = (
@@ -73,7 +74,7 @@ class RunFolder:
     # ---------------------------------------------------------------------------------- life
 
     @classmethod
-    def create(cls, path: Path, config: Config, manifest: dict[str, Any]) -> RunFolder:
+    def create(cls, path: Path, config: Config, manifest: Manifest) -> RunFolder:
         """Make the folder with its config and manifest, whole or not at all; every check has passed by now."""
         try:
             with atomic_folder(path, shared=True) as partial:
@@ -100,7 +101,7 @@ class RunFolder:
                 raise UserError(f"{key} is fixed for a run; only {', '.join(FREE_KEYS)} may change on resume.")
         return cls(path), load_config(path / "config.yaml", overrides or [])
 
-    def check_manifest(self, manifest: dict[str, Any]) -> None:
+    def check_manifest(self, manifest: Manifest) -> None:
         """The data must be what the run started with."""
         try:
             saved = json.loads((self.path / "manifest.json").read_text(encoding="utf-8"))
@@ -109,30 +110,30 @@ class RunFolder:
         if saved != json.loads(json.dumps(manifest)):
             raise UserError(f"the data of {self.path} has changed since the run began; restore it or start anew.")
 
-    def log(self, event: str, **values: Any) -> None:
+    def log(self, event: Event) -> None:
         """Append one event to metrics.jsonl; trackers get a copy of its figures."""
         try:
             with open(self.metrics, "a", encoding="utf-8") as out:
-                out.write(json.dumps({"event": event, **values}) + "\n")
+                out.write(json.dumps(event) + "\n")
         except OSError as error:
             raise UserError(
                 f"{self.metrics} cannot be written ({error.strerror}); free some space and resume."
             ) from None
-        self.loggers.event(event, values)
+        self.loggers.event(event)
 
-    def write_json(self, name: str, content: Any) -> None:
+    def write_json(self, name: str, content: object) -> None:
         write_atomic(self.path / name, json.dumps(content, indent=1, ensure_ascii=False))
 
     # ---------------------------------------------------------------------------------- checkpoints
 
-    def save(self, ground: Ground, progress: Progress) -> None:
+    def save(self, context: RunContext, progress: Progress) -> None:
         """Everything that resuming needs. The best state rides along only while it is not the current one."""
         state, best = progress.state, progress.best
         tensors = state.tensors()
         if progress.best_round != progress.completed:
             moved = {name: tensor for name, tensor in best.tensors().items() if tensor is not tensors.get(name)}
             tensors |= {f"best_{name}": tensor for name, tensor in moved.items()}
-        tensors |= ground.engine.memories()
+        tensors |= context.engine.memories()
         meta = {
             "completed": progress.completed,
             "best_round": progress.best_round,
@@ -144,10 +145,10 @@ class RunFolder:
             "shares": state.shares,
             "norms": state.norms,
             "report": state.report,
-            "clients": [client.record() for client in ground.engine.clients],
+            "clients": [client.record() for client in context.engine.members],
             "metrics_bytes": self.metrics.stat().st_size,
-            "config": config_hash(ground.config),
-            "backbone": ground.backbone.fingerprint,
+            "config": config_hash(context.config),
+            "backbone": context.backbone.fingerprint,
         }
         save_checkpoint(self.checkpoints, round_name(progress.completed), tensors, meta)
         prune(self.checkpoints, keep={round_name(0)})
@@ -163,18 +164,18 @@ class RunFolder:
     def newest(self, console: Console) -> Snapshot | None:
         return next(self.snapshots(console), None)
 
-    def load(self, ground: Ground, console: Console) -> Progress | None:
-        """Put the newest checkpoint back onto the ground, to go on from there; None when there is none yet."""
+    def load(self, context: RunContext, console: Console) -> Progress | None:
+        """Put the newest checkpoint back onto the context, to go on from there; None when there is none yet."""
         snapshot = self.newest(console)
         if snapshot is None:
             _truncate(self.metrics, 0)  # killed before the first checkpoint: begin again
             return None
-        snapshot.check(ground.config, ground.backbone)
+        snapshot.check(context.config, context.backbone)
         meta = snapshot.meta
         _truncate(self.metrics, meta["metrics_bytes"])
-        ground.engine.restore(meta["clients"], snapshot.tensors)
-        state = snapshot.state(ground.engine.layers, ground.backbone.device)
-        best = snapshot.best(ground.engine.layers, ground.backbone.device)
+        context.engine.restore(meta["clients"], snapshot.tensors)
+        state = snapshot.state(context.engine.layers, context.backbone.device)
+        best = snapshot.best(context.engine.layers, context.backbone.device)
         if meta["best_round"] == meta["completed"]:
             best = state
         return Progress(state, meta["completed"], best, meta["best_round"], meta["best_loss"], meta["seconds"])
@@ -198,7 +199,7 @@ class Snapshot:
                 f"{backbone.name} as loaded now; use the one of the run."
             )
 
-    def state(self, layers: dict[str, torch.nn.Linear], device: torch.device, prefix: str = "") -> ServerState:
+    def state(self, layers: Mapping[str, Shaped], device: torch.device, prefix: str = "") -> ServerState:
         """The last round's state."""
         names = ("theta", "phi", "private", "signatures")  # what the best round has in common is there once
         parts = {name: self.tensors.get(f"{prefix}{name}", self.tensors.get(name)) for name in names}
@@ -212,11 +213,11 @@ class Snapshot:
             shares=meta["shares"],
             private=on_device.get("private"),
             signatures=on_device.get("signatures"),
-            norms=meta.get("norms", {}),
+            norms=meta["norms"],
             report=meta["report"],
         )
 
-    def best(self, layers: dict[str, torch.nn.Linear], device: torch.device) -> ServerState:
+    def best(self, layers: Mapping[str, Shaped], device: torch.device) -> ServerState:
         """The state of the best round so far."""
         return self.state(layers, device, "best_" if self.meta["best_round"] != self.meta["completed"] else "")
 

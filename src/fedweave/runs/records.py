@@ -6,38 +6,38 @@ Labels only sort what is written here; nothing in this file is read back by a me
 from __future__ import annotations
 
 from collections import Counter
-from typing import Any
 
 import numpy as np
 import torch
 
 from fedweave.evaluation.audit import alignment_audit, per_task
-from fedweave.federation.intake import RoundReport
+from fedweave.federation.rounds import RoundReport
 from fedweave.runs.workspace import TestSet, Workspace
+from fedweave.schema import LabelRecord, PromptMap, RoundFigures, ValidationFigures
 from fedweave.streams import stream_key
 
 MAPPED = 1000  # prompts on the map
 AXES = 16  # principal axes kept of each
 
 
-def round_record(report: RoundReport) -> dict[str, Any]:
+def round_record(report: RoundReport) -> RoundFigures:
     """One round: losses, tokens, upload, and how each client agreed with the others."""
-    cosines = report.agreement.cosines() if report.agreement else {}
+    cosines, receipts = report.agreement.cosines(), report.receipts
     names = {client.index: client.name for client in report.participants}
     return {
         "train_loss": report.train_loss,
         "tokens": report.tokens,
         "participants": list(names.values()),
-        "refused": [{"client": name, "reason": reason} for name, reason in report.refused],
-        "clipped": report.clipped,
-        "bytes_up": report.bytes_up,  # by client
+        "refused": [{"client": name, "reason": reason} for name, reason in receipts.refused],
+        "clipped": receipts.clipped,
+        "bytes_up": receipts.bytes_up,  # by client
         "bytes_down": report.bytes_down,  # each participant
         "client_losses": dict(sorted(report.losses.items())),
         "agreement": {names[index]: cosine for index, cosine in cosines.items()},
     }
 
 
-def validation_record(losses: torch.Tensor, weights: torch.Tensor, held: TestSet) -> dict[str, Any]:
+def validation_record(losses: torch.Tensor, weights: torch.Tensor, held: TestSet) -> ValidationFigures:
     """Losses [n] by task, and how the router spreads the prompts: its weights are [n, M]."""
     entropy = -(weights.clamp(min=1e-12).log() * weights).sum(1).mean().item()
     experts = weights.shape[1]
@@ -51,10 +51,10 @@ def validation_record(losses: torch.Tensor, weights: torch.Tensor, held: TestSet
     }
 
 
-def label_record(workspace: Workspace) -> dict[str, Any]:
+def label_record(workspace: Workspace) -> LabelRecord:
     """What only labels can tell, for discovery.json: every bucket's tasks, and how buckets and experts met them."""
-    clients, labels = workspace.engine.clients, workspace.client_labels
-    record: dict[str, Any] = {
+    clients, labels = workspace.engine.members, workspace.client_labels
+    record: LabelRecord = {
         "bucket_tasks": {
             c.name: [dict(Counter(truth[i] for i in bucket)) for bucket in c.buckets]
             for c, truth in zip(clients, labels, strict=True)
@@ -65,13 +65,13 @@ def label_record(workspace: Workspace) -> dict[str, Any]:
     return record
 
 
-def prompt_map(workspace: Workspace) -> dict[str, Any]:
+def prompt_map(workspace: Workspace) -> PromptMap:
     """embedding.json: a sample of the training prompts on their principal axes, with bucket, expert and task.
 
     Features are standardised channel by channel, as discovery does within a client. One small eigenproblem; a
     picture is made of it only when somebody asks for a report.
     """
-    clients = workspace.engine.clients
+    clients = workspace.engine.members
     rows = [(i, j) for i, client in enumerate(clients) for j in range(len(client))]
     rng = np.random.default_rng(stream_key("prompt map", workspace.config.seed))
     chosen = sorted(rng.permutation(len(rows))[:MAPPED].tolist())

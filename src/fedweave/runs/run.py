@@ -14,13 +14,11 @@ from fedweave.config import Config, dump_config
 from fedweave.console import Console
 from fedweave.errors import UserError
 from fedweave.evaluation.losses import example_losses
-from fedweave.federation.distributed import world
-from fedweave.federation.engine import InProcessEngine
-from fedweave.federation.intake import RoundReport
-from fedweave.federation.rounds import federate
+from fedweave.federation.engines.distributed import world
+from fedweave.federation.rounds import RoundReport, federate
+from fedweave.federation.state import ServerState
 from fedweave.files import write_atomic
 from fedweave.methods import build_method
-from fedweave.methods.base import ServerState
 from fedweave.router.mlp import sparsify
 from fedweave.runs.continuing import initial_state
 from fedweave.runs.folder import Progress, RunFolder
@@ -31,31 +29,33 @@ from fedweave.runs.summary import peak_memory, served_models, summarise
 from fedweave.runs.testing import answer_scores
 from fedweave.runs.text import summary_text
 from fedweave.runs.workspace import Kept, Prepared, Workspace, prepare
+from fedweave.schema import LabelRecord, PromptMap, Summary, ValidationFigures
 
 
-def start(config: Config, output: Path, console: Console, kept: Kept | None = None) -> dict[str, Any]:
-    """A new run in ``output``."""
+def start(config: Config, output: Path, console: Console, kept: Kept | None = None) -> Summary | None:
+    """A new run in ``output``; its summary, but for processes that only help."""
     processes = world()
     if processes is not None and processes.rank > 0:
-        return stand_by(output, [], kept)
+        stand_by(output, [], kept)
+        return None
     if output.exists():
         raise UserError(
             f"the run folder {output} exists; continue it with `fedweave resume {output}` or choose another output."
         )
     require_loggers(config.loggers)
     prepared = prepare(config, console, kept)
-    if config.init:
-        initial_state(config, prepared.backbone)  # a bundle that does not fit shows before anything is written
+    initial_state(config, prepared.backbone)  # a bundle that does not fit shows before anything is written
     run = RunFolder.create(output, config, prepared.data.manifest)
     console.say(f"run folder: {output}")
     return _execute(run, prepared, console)
 
 
-def resume(path: Path, overrides: list[str], console: Console, kept: Kept | None = None) -> dict[str, Any]:
+def resume(path: Path, overrides: list[str], console: Console, kept: Kept | None = None) -> Summary | None:
     """Continue a run from its newest checkpoint."""
     processes = world()
     if processes is not None and processes.rank > 0:
-        return stand_by(path, overrides, kept)
+        stand_by(path, overrides, kept)
+        return None
     run, config = RunFolder.open(path, overrides)
     require_loggers(config.loggers)
     prepared = prepare(config, console, kept)
@@ -65,7 +65,7 @@ def resume(path: Path, overrides: list[str], console: Console, kept: Kept | None
     return _execute(run, prepared, console)
 
 
-def stand_by(path: Path, overrides: list[str], kept: Kept | None) -> dict[str, Any]:
+def stand_by(path: Path, overrides: list[str], kept: Kept | None) -> None:
     """All that the other processes of a run do: the same algorithm from the same state, with their own clients. The
     first one measures and writes."""
     processes, console = world(), Console(quiet=True)
@@ -80,10 +80,8 @@ def stand_by(path: Path, overrides: list[str], kept: Kept | None) -> dict[str, A
     if snapshot is not None:
         workspace.engine.restore(snapshot.meta["clients"], snapshot.tensors)
         state = snapshot.state(workspace.engine.layers, workspace.backbone.device)
-    elif config.init:
-        state = method.restart(workspace.engine, initial_state(config, workspace.backbone))
     else:
-        state = method.prepare(workspace.engine)
+        state = method.prepare(workspace.engine, initial_state(config, workspace.backbone))
     if snapshot is None:
         workspace.engine.memories()  # the first process saves here, too
 
@@ -93,10 +91,9 @@ def stand_by(path: Path, overrides: list[str], kept: Kept | None) -> dict[str, A
     completed = snapshot.meta["completed"] if snapshot is not None else 0
     federate(method, workspace.engine, state, range(completed, config.training.rounds), after_round)
     workspace.engine.detach()
-    return {}
 
 
-class Ground(Protocol):
+class RunContext(Protocol):
     """What a run stands on: an engine, and what can be measured beside it."""
 
     config: Config
@@ -105,29 +102,29 @@ class Ground(Protocol):
     @property
     def engine(self) -> Any: ...
 
-    def validate(self, state: ServerState, completed: int) -> dict[str, Any]:
+    def validate(self, state: ServerState, completed: int) -> ValidationFigures:
         """Validation ``loss`` and what else the log keeps."""
 
-    def labels(self) -> dict[str, Any]:
+    def labels(self) -> LabelRecord:
         """What discovery.json adds where somebody has true labels."""
 
-    def prompts(self) -> dict[str, Any] | None:
+    def prompts(self) -> PromptMap | None:
         """A map of prompts for the report, where their features are at hand."""
 
-    def summarise(self, run: RunFolder, progress: Progress, console: Console) -> dict[str, Any]:
+    def summarise(self, run: RunFolder, progress: Progress, console: Console) -> Summary:
         """Everything that summary.json holds, but for the timing."""
 
     def close(self) -> None: ...
 
 
-class Bench:
-    """The ground of a run whose clients are all in this process."""
+class LocalRun:
+    """The context of a run whose clients are all in this process."""
 
     def __init__(self, workspace: Workspace):
         self.workspace, self.config, self.engine = workspace, workspace.config, workspace.engine
         self.backbone = workspace.backbone
 
-    def validate(self, state: ServerState, completed: int) -> dict[str, Any]:
+    def validate(self, state: ServerState, completed: int) -> ValidationFigures:
         """The plain mean over examples: choosing a round uses no label. Labels only sort the log."""
         held = self.workspace.validation
         losses = torch.zeros(len(held.encoded))
@@ -141,13 +138,13 @@ class Bench:
             record["scores"] = answer_scores(self.config, self.workspace.tasks, models, held, self.engine.console)
         return record
 
-    def labels(self) -> dict[str, Any]:
+    def labels(self) -> LabelRecord:
         return label_record(self.workspace)
 
-    def prompts(self) -> dict[str, Any]:
+    def prompts(self) -> PromptMap:
         return prompt_map(self.workspace)
 
-    def summarise(self, run: RunFolder, progress: Progress, console: Console) -> dict[str, Any]:
+    def summarise(self, run: RunFolder, progress: Progress, console: Console) -> Summary:
         return summarise(run, self, self.workspace, progress, console)
 
     def close(self) -> None:
@@ -156,7 +153,7 @@ class Bench:
             raise RuntimeError("the backbone changed during the run, which must never happen")
 
 
-def _execute(run: RunFolder, prepared: Prepared, console: Console) -> dict[str, Any]:
+def _execute(run: RunFolder, prepared: Prepared, console: Console) -> Summary:
     console.spent.clear()
     console.on_progress = LiveProgress(run.path, prepared.config.training.rounds).phase
     if prepared.config.engine == "flower":
@@ -174,62 +171,57 @@ def _execute(run: RunFolder, prepared: Prepared, console: Console) -> dict[str, 
     if build_method(workspace.config).uses_labels:
         console.warn(f"{workspace.config.method} is told every task label: an upper bound, not a method.")
         workspace.reveal_labels()
-    return carry_out(run, Bench(workspace), console, started)
+    return carry_out(run, LocalRun(workspace), console, started)
 
 
-def carry_out(run: RunFolder, ground: Ground, console: Console, started: float) -> dict[str, Any]:
+def carry_out(run: RunFolder, context: RunContext, console: Console, started: float) -> Summary:
     """All phases of a run, from wherever its folder says it stands."""
-    method = build_method(ground.config)
-    live = LiveProgress(run.path, ground.config.training.rounds)
+    method = build_method(context.config)
+    live = LiveProgress(run.path, context.config.training.rounds)
     console.on_progress = live.phase
-    progress = run.load(ground, console)
+    progress = run.load(context, console)
     earlier = progress.seconds if progress else 0.0
-    run.loggers = open_loggers(ground.config, run.path, progress.completed + 1 if progress else 0, console)
+    run.loggers = open_loggers(context.config, run.path, progress.completed + 1 if progress else 0, console)
     if progress is None:
-        if ground.config.init:
-            if not isinstance(ground.engine, InProcessEngine):
-                raise UserError("init starts federations of this process only; leave it empty for real sites.")
-            state = method.restart(ground.engine, initial_state(ground.config, ground.backbone))
-        else:
-            state = method.prepare(ground.engine)
-        loss = _validate(ground, state, run, 0)
+        state = method.prepare(context.engine, initial_state(context.config, context.backbone))
+        loss = _validate(context, state, run, 0)
         progress = Progress(state, 0, state, 0, loss, time.monotonic() - started)
-        _record_discovery(run, ground, state, console)
-        run.save(ground, progress)
+        _record_discovery(run, context, state, console)
+        run.save(context, progress)
     else:
         console.say(f"resuming after round {progress.completed}")
     live.begin_rounds(progress.completed)
-    bar = console.progress("rounds", ground.config.training.rounds, "rounds")
+    bar = console.progress("rounds", context.config.training.rounds, "rounds")
     bar.advance(progress.completed)
 
     def after_round(state: ServerState, report: RoundReport) -> None:
         """Validate, remember the best, save."""
         completed = report.t + 1
-        run.log("round", round=completed, **round_record(report))
-        rounds, every = ground.config.training.rounds, ground.config.evaluation.every
+        run.log({"event": "round", "round": completed, **round_record(report)})
+        rounds, every = context.config.training.rounds, context.config.evaluation.every
         note = f"train loss {report.train_loss:.3f}"
         progress.state, progress.completed = state, completed
         if completed % every == 0 or completed == rounds:
-            loss = _validate(ground, state, run, completed)
+            loss = _validate(context, state, run, completed)
             note += f", validation {loss:.3f}"
             if loss < progress.best_loss:
                 progress.best, progress.best_round, progress.best_loss = state, completed, loss
         progress.seconds = earlier + time.monotonic() - started
-        run.save(ground, progress)
+        run.save(context, progress)
         live.round_done()
         bar.advance(1, note)
 
-    remaining = range(progress.completed, ground.config.training.rounds)
-    federate(method, ground.engine, progress.state, remaining, after_round)
+    remaining = range(progress.completed, context.config.training.rounds)
+    federate(method, context.engine, progress.state, remaining, after_round)
     bar.close()
     training_seconds = progress.seconds
-    summary = ground.summarise(run, progress, console)
-    ground.close()
+    summary = context.summarise(run, progress, console)
+    context.close()
     summary["timing"] = {
         "until_last_round_s": round(training_seconds, 2),
         "total_s": round(earlier + time.monotonic() - started, 2),
         "phases_s": {label: round(seconds, 2) for label, seconds in console.spent.items()},
-        "peak_memory_bytes": peak_memory(ground.backbone.device),
+        "peak_memory_bytes": peak_memory(context.backbone.device),
     }
     run.write_json("summary.json", summary)
     run.loggers.test(summary)
@@ -239,16 +231,16 @@ def carry_out(run: RunFolder, ground: Ground, console: Console, started: float) 
     return summary
 
 
-def _validate(ground: Ground, state: ServerState, run: RunFolder, completed: int) -> float:
+def _validate(context: RunContext, state: ServerState, run: RunFolder, completed: int) -> float:
     """The validation loss, which is logged."""
-    measured = ground.validate(state, completed)
-    run.log("validation", round=completed, **measured)
+    measured = context.validate(state, completed)
+    run.log({"event": "validation", "round": completed, **measured})
     return measured["loss"]
 
 
-def _record_discovery(run: RunFolder, ground: Ground, state: ServerState, console: Console) -> None:
+def _record_discovery(run: RunFolder, context: RunContext, state: ServerState, console: Console) -> None:
     """discovery.json and embedding.json, and in a few words what came out."""
-    clients = ground.engine.clients
+    clients = context.engine.members
     record: dict[str, Any] = {
         **state.report,
         "clients": {
@@ -261,8 +253,8 @@ def _record_discovery(run: RunFolder, ground: Ground, state: ServerState, consol
             for c in clients
         },
     }
-    run.write_json("discovery.json", record | ground.labels())
-    if (prompts := ground.prompts()) is not None:
+    run.write_json("discovery.json", record | context.labels())
+    if (prompts := context.prompts()) is not None:
         write_atomic(run.path / "embedding.json", json.dumps(prompts, ensure_ascii=False))
     for client in clients:
         if client.note:

@@ -8,12 +8,11 @@ import subprocess
 import sys
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 
 import fedweave
-from fedweave.analysis.budget import trained_parameters
 from fedweave.backbone.load import Backbone
 from fedweave.config import Config
 from fedweave.console import Console
@@ -21,18 +20,21 @@ from fedweave.data.examples import Task
 from fedweave.evaluation.audit import per_task
 from fedweave.evaluation.losses import example_losses
 from fedweave.federation.client import Client
-from fedweave.federation.engine import InProcessEngine
+from fedweave.federation.engines.in_process import InProcessEngine
+from fedweave.federation.method import Sizes
+from fedweave.federation.state import ServerState
 from fedweave.files import write_atomic
 from fedweave.inference.model import FedWeaveModel
-from fedweave.methods import build_method
-from fedweave.methods.base import ServerState
+from fedweave.methods import build_method, method_class
+from fedweave.router.mlp import RouterLayout
 from fedweave.runs.folder import Progress, RunFolder
 from fedweave.runs.testing import evaluate_models, routed_models
 from fedweave.runs.workspace import TestSet
+from fedweave.schema import Communication, Environment, Prediction, Summary, Test, Tested
 from fedweave.settings import to_tree
 
 if TYPE_CHECKING:
-    from fedweave.runs.run import Ground
+    from fedweave.runs.run import RunContext
 
 SCHEMA = 1
 
@@ -53,10 +55,10 @@ class Tester(Protocol):
 
 
 def summarise(
-    run: RunFolder, ground: Ground, tester: Tester | None, progress: Progress, console: Console
-) -> dict[str, Any]:
+    run: RunFolder, context: RunContext, tester: Tester | None, progress: Progress, console: Console
+) -> Summary:
     """Everything that summary.json holds, but for the timing; without a tester there is no test in it."""
-    config, clients, backbone = ground.config, ground.engine.clients, ground.backbone
+    config, clients, backbone = context.config, context.engine.members, context.backbone
     here = [client for client in clients if isinstance(client, Client)]  # none where the clients are sites
     discovery = json.loads((run.path / "discovery.json").read_text(encoding="utf-8"))
     return {
@@ -74,7 +76,7 @@ def summarise(
             "experts": progress.state.layout.size,
             "router": progress.state.phi.numel() if progress.state.phi is not None else 0,
         },
-        "trained_parameters": trained_parameters(config.method, progress.state.layout, progress.state.router),
+        "trained_parameters": trained_parameters(config, progress.state),
         "rounds": progress.completed,
         "communication": _communication(run, progress.state),
         "validation": {"best_round": progress.best_round, "best_loss": progress.best_loss},
@@ -86,7 +88,14 @@ def summarise(
     }
 
 
-def _communication(run: RunFolder, state: ServerState) -> dict[str, Any]:
+def trained_parameters(config: Config, state: ServerState) -> int:
+    """Numbers that the method trains; what it freezes does not count."""
+    router = state.router or RouterLayout(0, 0, state.layout.experts)  # one adapter: no router is counted
+    sizes = Sizes(state.layout, state.layout, router, state.layout.experts)
+    return method_class(config.method).payload(sizes).trainable
+
+
+def _communication(run: RunFolder, state: ServerState) -> Communication:
     """Bytes between clients and server, from the run's own log: before round 1, and per client and round."""
     events = [json.loads(line) for line in run.metrics.read_text(encoding="utf-8").splitlines()]
     rounds = [event for event in events if event["event"] == "round"]
@@ -103,16 +112,16 @@ def _communication(run: RunFolder, state: ServerState) -> dict[str, Any]:
     }
 
 
-def _test(run: RunFolder, tester: Tester, progress: Progress, console: Console) -> dict[str, Any]:
+def _test(run: RunFolder, tester: Tester, progress: Progress, console: Console) -> Test:
     """The bare backbone, the best round and the last; the best round's answers go to predictions.jsonl."""
-    test: dict[str, Any] = {}
+    test: Test = {}
     if tester.config.evaluation.untouched:
         tester.engine.detach()
         bar = console.progress("test, untouched backbone", len(tester.test.encoded), "examples")
         losses = example_losses(tester.backbone, tester.test.encoded, progress=bar)
         bar.close()
         test["untouched"] = {"loss": per_task(losses, tester.test.labels)}
-    predictions: list[dict[str, Any]] = []
+    predictions: list[Prediction] = []
     test["best"] = _evaluate(tester, progress.best, console, predictions)
     test["best"]["round"] = progress.best_round
     if progress.best_round == progress.completed:
@@ -126,18 +135,18 @@ def _test(run: RunFolder, tester: Tester, progress: Progress, console: Console) 
 
 
 def served_models(tester: Tester, state: ServerState) -> list[FedWeaveModel]:
-    mixture = tester.engine.mixture(state.layout)
+    mixture = tester.engine.compute.mixture(state.layout)
     return routed_models(tester.backbone, mixture, build_method(tester.config), state)
 
 
 def _evaluate(
-    tester: Tester, state: ServerState, console: Console, predictions: list[dict[str, Any]] | None = None
-) -> dict[str, Any]:
+    tester: Tester, state: ServerState, console: Console, predictions: list[Prediction] | None = None
+) -> Tested:
     models = served_models(tester, state)
     return evaluate_models(tester.config, tester.tasks, models, tester.test, console, predictions)
 
 
-def environment(device: torch.device) -> dict[str, Any]:
+def environment(device: torch.device) -> Environment:
     """Versions, device and, in a checkout, the commit."""
     packages = {
         "fedweave": fedweave.__version__,
