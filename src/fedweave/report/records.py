@@ -77,7 +77,9 @@ class RunRecord:
 
     @property
     def experts(self) -> int:
-        return (self.discovery or {}).get("experts") or (self.summary or {}).get("experts") or 1
+        known = (self.discovery or {}).get("experts") or (self.summary or {}).get("experts")
+        # the start is validated, and its experts' load logged, just before discovery.json is written
+        return known or max((len(v.get("expert_load", [])) for v in self.validations), default=0) or 1
 
     @property
     def best(self) -> dict[str, Any] | None:
