@@ -1,6 +1,15 @@
-"""Small clients and lanes for numerical tests."""
+"""What several test files use: commands and run folders, and small clients and lanes for numerical tests."""
 
 from __future__ import annotations
+
+import json
+import multiprocessing
+import os
+import sys
+import time
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -17,6 +26,88 @@ from fedweave.training.lockstep import LockstepTrainer
 from fedweave.training.schedule import local_schedule
 
 TARGETS = ("q_proj", "v_proj")
+PROMPTS = ["How many?", "Fix the grammar: Ada go to the park.", "Pick the fruit from this list: dog, plum, bus."]
+# Overrides of the quickstart with which a complete run on a tiny model takes half a second.
+SMALL = [
+    "data.clients=3", "data.train=12", "data.validation=2", "data.test=2", "data.alpha=1.0",
+    "experts.rank=4", "experts.dropout=0.1", "discovery.max_buckets=4", "discovery.warmup_steps=2",
+    "discovery.restarts=2", "training.rounds=3", "training.local_steps=3", "training.batch_size=4",
+    "training.participation=1.0", "router.hidden=16", "router.warm_start.rounds=2", "router.warm_start.steps=5",
+    "evaluation.max_new_tokens=4", "backbone.device=cpu", "backbone.max_length=128",
+]  # fmt: skip
+
+
+# -------------------------------------------------------------------------------------- commands and folders
+
+
+def command(*arguments: object) -> list[str]:
+    """`fedweave …` as a process of its own."""
+    return [sys.executable, "-m", "fedweave.cli", *map(str, arguments)]
+
+
+def users_environment() -> dict[str, str]:
+    """This environment as it was before tests/conftest.py: with the user's cache, the network and all cores."""
+    return {k: v for k, v in os.environ.items() if k not in ("FEDWEAVE_CACHE", "HF_HUB_OFFLINE", "OMP_NUM_THREADS")}
+
+
+def forked(work: Callable[..., int], *given: Any, log: Path) -> int:
+    """The exit code of a process of its own that does this work and writes what it says to a log. It is forked from
+    one that has imported everything: its start takes a hundredth of what that of an interpreter takes."""
+    process = _FORKS.Process(target=_in_a_fork, args=(log, work, *given))
+    process.start()
+    process.join()
+    return process.exitcode
+
+
+def _in_a_fork(log: Path, work: Callable[..., int], *given: Any) -> None:
+    said = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+    for stream in (1, 2):
+        os.dup2(said, stream)
+    sys.exit(work(*given))
+
+
+_FORKS = multiprocessing.get_context("forkserver")
+_FORKS.set_forkserver_preload([
+    "fedweave.runs.run", "fedweave.methods.fedweave", "transformers.models.llama.modeling_llama", "sklearn.metrics",
+    "rouge_score.rouge_scorer",
+])  # fmt: skip
+
+
+def read_json(path: Path) -> Any:
+    return json.loads(path.read_text(encoding="utf-8"))
+
+
+def read_jsonl(path: Path) -> list[dict]:
+    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+
+
+def write_jsonl(path: Path, rows: Iterable[dict]) -> Path:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    return path
+
+
+def contents(folder: Path) -> dict[Path, bytes]:
+    """Every file below the folder, to see whether something changed."""
+    return {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+def events(run: Path, kind: str) -> list[dict]:
+    """What a run has logged of this kind so far."""
+    log = run / "metrics.jsonl"
+    return [event for event in read_jsonl(log) if event["event"] == kind] if log.exists() else []
+
+
+def wait_for(condition: Callable[[], Any], what: str, seconds: float = 120) -> Any:
+    """The first true value of the condition. The limit is generous: it only ends a test that hangs."""
+    end = time.monotonic() + seconds
+    while time.monotonic() < end:
+        if found := condition():
+            return found
+        time.sleep(0.02)
+    raise AssertionError(f"{what} did not happen within {seconds} s")
+
+
+# -------------------------------------------------------------------------------------- lanes
 
 
 def client_data(backbone: Backbone, count: int, seed: int, name: str = "client") -> ClientData:

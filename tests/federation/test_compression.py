@@ -16,7 +16,7 @@ from fedweave.federation.rounds import federate
 from fedweave.federation.wire import parcel_letter, read_parcel
 from fedweave.methods import build_method
 from fedweave.settings import to_tree
-from tests.methods.conftest import make_engine, with_method
+from tests.federations import make_engine, with_method
 
 SMALLER = ["bfloat16", "int8"]
 

@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import load_file
 
 from fedweave.cli import main
-from tests.runs.conftest import SMALL
+from tests.helpers import SMALL
 
 
 def together(arguments: list[str], program: Sequence[str] = ("-m", "fedweave.cli")) -> subprocess.CompletedProcess:

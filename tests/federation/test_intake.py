@@ -17,7 +17,7 @@ from fedweave.federation.engine import InProcessEngine
 from fedweave.federation.rounds import federate, one_round
 from fedweave.methods import build_method
 from fedweave.settings import to_tree
-from tests.methods.conftest import make_engine, with_method
+from tests.federations import make_engine, with_method
 
 ROUNDS, BAD = 2, 1
 

@@ -14,7 +14,7 @@ from fedweave.methods import METHODS, build_method
 from fedweave.methods.single import FedIT
 from fedweave.settings import to_tree
 from fedweave.training.batch import Lane
-from tests.methods.conftest import make_engine, run, with_method
+from tests.federations import make_engine, run, with_method
 
 
 def test_fedit_is_the_sample_weighted_mean_of_lone_clients(config, backbone):

@@ -9,7 +9,7 @@ from fedweave.config import from_tree
 from fedweave.methods import METHODS
 from fedweave.settings import to_tree
 from tests.federation.flower.conftest import Federation
-from tests.methods.conftest import make_engine, run, with_method
+from tests.federations import make_engine, run, with_method
 
 
 def changed(config, method="fedweave", **training):
