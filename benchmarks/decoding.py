@@ -26,11 +26,11 @@ from fedweave.backbone.prompts import EncodedPrompt
 from fedweave.data.sample import make_sample
 from fedweave.experts.layout import AdapterLayout
 from fedweave.experts.mixture import Mixture
-from fedweave.inference.model import FedWeaveModel
 from fedweave.inference.rows import Row, RunningBatch
 from fedweave.inference.sampling import Sampling
 from fedweave.router.mlp import sparsify
 from fedweave.runs.summary import environment
+from fedweave.runs.use import load
 
 KINDS = ("bare", "sparse", "soft")
 
@@ -106,7 +106,7 @@ def main() -> None:
     parser.add_argument("--device", default="auto")
     parser.add_argument("--output", type=Path, help="write the figures as JSON")
     arguments = parser.parse_args()
-    model = FedWeaveModel.from_pretrained(arguments.folder, device=arguments.device)
+    model = load(arguments.folder, device=arguments.device)
     layout, alpha = model.mixture.layout, model.mixture.scale * model.mixture.layout.rank
     model.mixture.detach()
     results = []

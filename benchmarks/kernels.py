@@ -23,8 +23,8 @@ import torch
 
 from benchmarks.workload import DROPOUT, EXPERTS, RANK, SHAPES, Shape, make_clients, schedules
 from fedweave.backbone import packing
-from fedweave.experts.dropout import DropoutKeys
 from fedweave.kernels import attention, power_of_two, triton_products
+from fedweave.kernels.dropout import DropoutKeys
 from fedweave.kernels.lanes import Lanes, Setting
 from fedweave.kernels.products import expand, outer, reduce, reduce_back
 

@@ -2,8 +2,8 @@
 
     python -m benchmarks.server_memory [--clients 10 100 1000] [--output FILE]
 
-Two measurements. ``server``: the real round loop (intake, averages), fed with one parcel after another of clients
-that cost nothing, as a server behind a network sees them; a parcel is over 1 MB, so that holding all would show.
+Two measurements. ``server``: the real round loop (door, averages), fed with one message after another of clients
+that cost nothing, as a server behind a network sees them; a message is over 1 MB, so that holding all would show.
 ``simulation``: a whole in-process run on a tiny model, from features to the test; the clients share a fixed amount
 of data, because a simulation holds everybody's.
 """
@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import resource
 import subprocess
 import sys
@@ -19,71 +20,70 @@ import tempfile
 import time
 from pathlib import Path
 
+# glibc keeps freed memory for later, in pieces; what is measured here is what the server holds
+_GIVE_BACK = {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "131072", "MALLOC_ARENA_MAX": "1"}
 ROUNDS, EXAMPLES = 2, 4000  # examples over all clients of the simulation
 
 
 def server(clients: int) -> dict:
-    """Aggregate ``ROUNDS`` rounds of parcels that are made when they are asked for."""
+    """Aggregate ``ROUNDS`` rounds of messages that are made when they are asked for."""
     import torch
 
     from fedweave.config import from_tree
     from fedweave.console import Console
-    from fedweave.experts.layout import AdapterLayout
-    from fedweave.federation.parcel import Courier, Parcel
+    from fedweave.federation.client import Distant
+    from fedweave.federation.engines.base import Engine
+    from fedweave.federation.hello import Shape
+    from fedweave.federation.message import Message
     from fedweave.federation.rounds import federate
+    from fedweave.federation.state import ServerState
     from fedweave.methods import build_method
-    from fedweave.methods.base import ServerState
     from fedweave.router.mlp import RouterLayout
 
     identity = {"backbone": "tiny", "tokenizer": "tiny"}
 
-    class Member:
-        def __init__(self, index: int):
-            self.index, self.name = index, f"client_{index}"
-
-        def __len__(self) -> int:
-            return 100
-
-    class FarClients:
+    class FarClients(Engine):
         """An engine whose clients answer with noise."""
 
+        device = torch.device("cpu")
+
         def __init__(self) -> None:
-            self.clients = [Member(i) for i in range(clients)]
-            self.console = Console(quiet=True)
-            self.identity = identity
+            self.members = [Distant(i, f"client_{i}", [50, 50], [i % 2, 2 + i % 2]) for i in range(clients)]
+            self.config, self.console, self.identity = config, Console(quiet=True), identity
+            self.layers = {f"layer.{i}": Shape(512, 512) for i in range(16)}
+            self.width = 512
 
-        def present(self, method, state):
-            return self.clients
-
-        def broadcast_bytes(self, state, courier) -> int:
-            return courier.broadcast_bytes
-
-        def answers(self, method, state, participants, t, courier: Courier):
-            for client in participants:
-                generator = torch.Generator().manual_seed(1000 * t + client.index)
-                counts = [50.0 if (client.index + m) % 2 else 0.0 for m in range(state.layout.experts)]
-                arrays = {
-                    name: 1e-5 * torch.randn(shape, generator=generator)
-                    for name, (shape, _) in courier.expected(counts).items()
+        def replies(self, step, asked, question):
+            for one in asked:
+                generator = torch.Generator().manual_seed(1000 * question.facts["t"] + one.member.index)
+                counts = [50.0 if m in one.member.assignment else 0.0 for m in range(4)]
+                figures = {"counts": counts, "samples": 100, "losses": [1.0], "tokens": 1}
+                parts = step.parts(one, figures)
+                tensors = {
+                    name: 1e-5 * torch.randn(part.shape, generator=generator) for name, part in parts.items()
                 }
+                message = Message(tensors, {"step": step.name, "t": question.facts["t"], **identity, **figures})
                 nonlocal sent
-                sent += sum(array.numel() * array.element_size() for array in arrays.values())
-                yield Parcel(client.index, t, identity, arrays, counts, 100, [1.0], 1)
+                sent += message.size
+                yield one.member, lambda message=message: message
+
+        def restore(self, records, tensors) -> None: ...
 
     sent = 0
-    layers = [f"layer.{i}" for i in range(16)]
-    layout = AdapterLayout(tuple(layers), (512,) * 16, (512,) * 16, rank=8, experts=4)
+    config = from_tree({"data": {"clients": clients}})
+    engine = FarClients()
+    layout = engine.layout(rank=8, experts=4)
     router = RouterLayout(512, 256, 4)
     state = ServerState(layout, router, layout.initial(0), router.initial(0)[None])
     before = _peak()
-    method = build_method(from_tree({"data": {"clients": clients}}))
+    method = build_method(config)
     accepted = 0
 
     def after_round(state, report) -> None:
         nonlocal accepted
-        accepted += len(report.accepted)
+        accepted += len(report.receipts.accepted)
 
-    federate(method, FarClients(), state, range(ROUNDS), after_round)  # type: ignore[arg-type]
+    federate(method, engine, state, range(ROUNDS), after_round)
     assert accepted == ROUNDS * clients
     return {"peak_mb": _peak(), "before_rounds_mb": before, "received_mb": round(sent / 1e6, 1)}
 
@@ -147,8 +147,8 @@ def main() -> None:
     for kind in ("server", "simulation"):
         for clients in args.clients:
             started = time.monotonic()
-            command = [sys.executable, __file__, "--child", kind, str(clients)]
-            done = subprocess.run(command, capture_output=True, text=True)
+            command = [sys.executable, "-m", "benchmarks.server_memory", "--child", kind, str(clients)]
+            done = subprocess.run(command, capture_output=True, text=True, env=os.environ | _GIVE_BACK)
             if done.returncode:
                 sys.exit(done.stderr)
             figures = json.loads(done.stdout.splitlines()[-1]) | {"seconds": round(time.monotonic() - started, 1)}

@@ -26,6 +26,7 @@ from fedweave.console import Console
 from fedweave.discovery.signatures import Signatures
 from fedweave.evaluation.audit import alignment_audit
 from fedweave.experts.layout import AdapterLayout
+from fedweave.federation.message import Message
 from fedweave.methods.fedweave import FedWeave
 from fedweave.runs.workspace import prepare
 
@@ -81,9 +82,11 @@ def quality(data: Path, overrides: list[str]) -> dict:
     config = load_config("benchmark", [f"data.path={data}", *SMALL, *overrides])
     workspace = prepare(config, Console()).build(Console())
     engine, method = workspace.engine, FedWeave(config)
-    list(method.discover(engine, engine.clients))
-    adapters = engine.spool
-    assert adapters is not None
+    for _ in method.discover.answer(engine.compute, engine.members, Message()):
+        pass
+    kept = engine.compute.adapters
+    assert kept is not None
+    adapters = [adapter for client in engine.members for adapter in kept.read(client.index)]
     rows: dict[str, dict] = {}
     exact = reference = None
     for k in (0, *SIZES):
@@ -92,20 +95,20 @@ def quality(data: Path, overrides: list[str]) -> dict:
         distance = signature_distance(signer.blocks(signatures))
         alignment = align(distance, config.alignment.max_experts)
         labels = iter(alignment.labels.tolist())
-        assignments = [[next(labels) for _ in client.buckets] for client in engine.clients]
+        assignments = [[next(labels) for _ in client.buckets] for client in engine.members]
         if exact is None or reference is None:
             exact, reference = distance, alignment.labels
         error = (distance - exact)[np.triu_indices(len(distance), 1)]
         rows[f"k={k}" if k else "whole"] = {
             "bytes_per_bucket": signatures[0].numel() * signatures[0].element_size(),
-            "bytes_per_client": round(np.mean([len(c.buckets) for c in engine.clients])
+            "bytes_per_client": round(np.mean([len(c.buckets) for c in engine.members])
                                       * signatures[0].numel() * signatures[0].element_size()),
             "distance_error_rms": round(float(np.sqrt((error**2).mean())), 5),
             "distance_error_max": round(float(np.abs(error).max()), 5),
             "experts": alignment.experts,
             "silhouette": round(alignment.silhouettes[alignment.experts], 4),
             "same_labels_as_whole": adjusted_rand_score(reference, alignment.labels),
-            "audit": alignment_audit([c.buckets for c in engine.clients], assignments, workspace.client_labels),
+            "audit": alignment_audit([c.buckets for c in engine.members], assignments, workspace.client_labels),
         }  # fmt: skip
     return {
         "model": workspace.backbone.name,

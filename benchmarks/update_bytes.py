@@ -1,4 +1,4 @@
-"""Bytes of a round and of discovery, from shapes alone, as the courier packs them.
+"""Bytes of a round and of discovery, from shapes alone, as updates are packed.
 
     python -m benchmarks.update_bytes [--served 2] [--buckets 4] [--output FILE]
 
@@ -12,14 +12,12 @@ import json
 import math
 from pathlib import Path
 
-import torch
-
 from fedweave.config import from_tree
 from fedweave.console import table
 from fedweave.discovery.signatures import Signatures
 from fedweave.experts.layout import AdapterLayout
+from fedweave.federation.precision import encoded_specs
 from fedweave.methods import build_method
-from fedweave.methods.base import ServerState
 from fedweave.router.mlp import RouterLayout
 
 SHAPES = {"SmolLM2-135M": (30, 576, 192), "Llama-3.2-3B": (28, 3072, 1024)}  # layers, q_proj (also d), v_proj
@@ -30,14 +28,13 @@ def figures(layers: int, width: int, values: int, served: int, buckets: int) -> 
     names = tuple(f"{i}.{p}" for i in range(layers) for p in ("q_proj", "v_proj"))
     layout = AdapterLayout(names, (width, width) * layers, (width, values) * layers, RANK, EXPERTS)
     router = RouterLayout(width, 512, EXPERTS)
-    state = ServerState(layout, router, torch.zeros(layout.size), torch.zeros(1, router.size))
-    counts = [1.0] * served + [0.0] * (EXPERTS - served)
-    rows = {}
+    method = build_method(from_tree({}))
+    single, rows = layout.with_experts(1).size, {}
     for dtype in ("float32", "bfloat16", "int8"):
-        courier = build_method(from_tree({"federation": {"update_dtype": dtype}})).courier(state)
-        expected = courier.expected(counts).values()
-        rows[f"round, up, {dtype}"] = sum(math.prod(shape) * kind.itemsize for shape, kind in expected)
-    rows["round, down"] = courier.broadcast_bytes
+        parts = [encoded_specs("part", size, dtype) for size in [single] * served + [router.size]]
+        sent = [spec for specs in parts for spec in specs.values()]
+        rows[f"round, up, {dtype}"] = sum(math.prod(shape) * kind.itemsize for shape, kind in sent)
+    rows["round, down"] = method.train.broadcast_size(layout, router)
     for k, label in ((0, "whole"), (SKETCH, f"sketch {SKETCH}")):
         signer = Signatures(layout.with_experts(1), k, 0)
         rows[f"signatures, up, {label}"] = buckets * sum(signer.widths) * signer.dtype.itemsize

@@ -17,11 +17,12 @@ from collections.abc import Sequence
 
 import torch
 
+from fedweave.aggregation.rules import ClientAverage
 from fedweave.config import WarmStartConfig, load_config
 from fedweave.console import Console, table
 from fedweave.methods import build_method
 from fedweave.router.mlp import RouterLayout
-from fedweave.router.warmstart import Pupil, warm_start, warm_start_clients
+from fedweave.router.warmstart import LabelledFeatures, warm_start_clients
 from fedweave.runs.workspace import Workspace, prepare
 
 TRIED = [
@@ -34,9 +35,9 @@ TRIED = [
 def align_by_majority(workspace: Workspace) -> list[torch.Tensor]:
     """The expert of every example, client by client: the task that leads in its bucket."""
     method, tasks = build_method(workspace.config), list(workspace.tasks)
-    method.form_buckets(workspace.engine, workspace.engine.clients)
+    method.form_buckets(workspace.engine.compute, workspace.engine.members)
     experts = []
-    for client, labels in zip(workspace.engine.clients, workspace.client_labels, strict=True):
+    for client, labels in zip(workspace.engine.members, workspace.client_labels, strict=True):
         own = torch.empty(len(labels), dtype=torch.long)
         for bucket in client.buckets:
             leading = Counter(labels[i] for i in bucket).most_common(1)[0][0]
@@ -47,21 +48,24 @@ def align_by_majority(workspace: Workspace) -> list[torch.Tensor]:
 
 def warmed_up(workspace: Workspace, experts: Sequence[torch.Tensor], settings: WarmStartConfig) -> torch.Tensor:
     """Router weights of the validation prompts after the federated warm start, [n, M]."""
-    config, clients = workspace.config, workspace.engine.clients
+    config, clients = workspace.config, workspace.engine.members
     layout = RouterLayout(
         workspace.engine.width, config.router.hidden, len(workspace.tasks), config.router.features
     )
 
-    def updates(phi: torch.Tensor, t: int) -> zip:
-        pupils = [
-            Pupil(client.data.features, own, (config.seed, t, client.index))
+    phi = layout.initial(config.seed + 1)
+    for t in range(settings.rounds):
+        lessons = [
+            LabelledFeatures(client.data.features, own, (config.seed, t, client.index))
             for client, own in zip(clients, experts, strict=True)
             if settings.contrast == "all" or len(own.unique()) > 1
         ]
-        counts = [len(pupil.features) for pupil in pupils]
-        return zip(warm_start_clients(layout, phi, pupils, settings, settings.contrast), counts, strict=True)
-
-    phi = warm_start(layout, layout.initial(config.seed + 1), settings.rounds, updates)
+        average = ClientAverage(layout.size, phi.device)
+        for lesson, delta in zip(
+            lessons, warm_start_clients(layout, phi, lessons, settings, settings.contrast), strict=True
+        ):
+            average.add(delta, len(lesson.features))
+        phi = phi + average.step()
     return layout.route(phi, workspace.validation.features)
 
 

@@ -10,7 +10,7 @@ from fedweave.config import Config, from_tree
 from fedweave.console import Console
 from fedweave.data import load_data
 from fedweave.federation.client import Client
-from fedweave.federation.engine import InProcessEngine
+from fedweave.federation.engines.in_process import InProcessEngine
 from fedweave.federation.rounds import federate
 from fedweave.methods import build_method
 from fedweave.settings import to_tree

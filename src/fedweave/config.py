@@ -14,6 +14,7 @@ from typing import Any, Literal
 import yaml
 
 from fedweave.errors import UserError, nearest
+from fedweave.registry import METHODS
 from fedweave.settings import build, insert, read_yaml, read_yaml_value, setting, to_tree
 
 RECIPES = Path(__file__).parent / "recipes"
@@ -330,7 +331,5 @@ def _check_together(config: Config) -> None:
             raise UserError(f"{key} must be auto or at least 1, not {value}.")
     if training.participation > 1 and training.participation != int(training.participation):
         raise UserError("training.participation above 1 is a count of clients and must be a whole number.")
-    from fedweave.methods import METHODS
-
     if config.method not in METHODS:
         raise UserError(f"method={config.method!r} is unknown: {nearest(config.method, METHODS)}")

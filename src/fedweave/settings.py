@@ -33,6 +33,14 @@ def to_tree(config: Any) -> dict[str, Any]:
     }
 
 
+def flatten(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    """A tree's values by their dotted keys."""
+    flat: dict[str, Any] = {}
+    for name, value in tree.items():
+        flat |= flatten(value, f"{prefix}{name}.") if isinstance(value, dict) else {f"{prefix}{name}": value}
+    return flat
+
+
 def describe(cls: type, prefix: str = "") -> list[tuple[str, str, str]]:
     """(key, default, documentation) of every key, in order: the config reference."""
     rows = []

@@ -25,6 +25,18 @@ def test_distances_are_means_over_the_experts_buckets(patterns):
     assert found.argmin() == 1
 
 
+def test_zero_blocks_count_as_in_the_alignment():
+    """Two zero blocks are alike, a zero block is unlike any other: to the newcomer as to those before it."""
+    rng = np.random.default_rng(1)
+    blocks = [rng.normal(size=(5, 8)), rng.normal(size=(5, 6))]
+    blocks[0][[0, 3]] = 0.0
+    blocks[1][[1, 3, 4]] = 0.0
+    known, fresh = [b[:3] for b in blocks], [b[3:] for b in blocks]
+    found = expert_distances(fresh, expert_means(known, [0, 1, 2], 3))
+    np.testing.assert_allclose(found, signature_distance(blocks)[3:, :3], atol=1e-6)
+    np.testing.assert_allclose(found[0], [0.5, 0.5, 1.0], atol=1e-6)
+
+
 def test_the_limit_lets_the_known_patterns_in_and_keeps_others_out(patterns):
     blocks, labels, centres, rng = patterns
     limit, means = joining_limit(signature_distance(blocks), labels), expert_means(blocks, labels, 3)

@@ -13,7 +13,7 @@ from fedweave.analysis.subject import open_subject
 from fedweave.config import Config
 from fedweave.console import Console
 from fedweave.errors import UserError
-from fedweave.federation.engine import InProcessEngine
+from fedweave.federation.engines.in_process import InProcessEngine
 from fedweave.router.mlp import RouterLayout
 from tests.helpers import contents, make_lanes, read_json, write_jsonl
 

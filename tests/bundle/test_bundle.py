@@ -5,10 +5,10 @@ import shutil
 import pytest
 import torch
 
-from fedweave import FedWeaveModel
-from fedweave.bundle import export_run, load_bundle
+from fedweave.bundle.load import load_bundle
 from fedweave.errors import UserError
 from fedweave.router.mlp import sparsify
+from fedweave.runs.use import export_run, load
 from tests.helpers import PROMPTS, read_json
 
 
@@ -39,7 +39,7 @@ def test_each_expert_loads_with_peft_and_gives_the_same_logits(bundle, model_fol
 
 
 def test_a_bundle_answers_exactly_like_its_run(trained, bundle):
-    from_run, from_bundle = FedWeaveModel.from_pretrained(trained), FedWeaveModel.from_pretrained(bundle)
+    from_run, from_bundle = load(trained), load(bundle)
     assert torch.equal(from_run.theta, from_bundle.theta) and torch.equal(from_run.phi, from_bundle.phi)
     for routing in ("sparse", "soft"):
         a, b = (model.generate(PROMPTS, routing, max_new_tokens=6) for model in (from_run, from_bundle))

@@ -10,11 +10,12 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from fedweave.bundle import export_merged, export_soft, load_bundle
 from fedweave.bundle.adapter import check_adapter, probe
 from fedweave.bundle.card import vllm_command
+from fedweave.bundle.load import load_bundle
 from fedweave.cli import main
 from fedweave.errors import UserError
+from fedweave.runs.use import export_merged, export_soft
 from tests.helpers import PROMPTS, read_json, write_jsonl
 
 

@@ -10,7 +10,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
 
-from fedweave import FedWeaveModel
+from fedweave import load
 from tests.helpers import command, read_json
 
 
@@ -145,7 +145,7 @@ def test_a_bundle_arrives_whole_and_answers_from_there(bundle, hub, tmp_path):
     question = ["How many?", "--max-new-tokens", "6"]
     there = fedweave("generate", "hf://me/model", *question, endpoint=hub.url, HF_HOME=str(tmp_path / "cache"))
     assert there.returncode == 0, there.stderr
-    assert there.stdout.strip() == FedWeaveModel.from_pretrained(bundle).generate(
+    assert there.stdout.strip() == load(bundle).generate(
         ["How many?"], max_new_tokens=6
     )[0].text  # fmt: skip
 

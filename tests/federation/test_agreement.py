@@ -5,7 +5,7 @@ import torch
 
 from fedweave.experts.layout import AdapterLayout
 from fedweave.federation.agreement import Agreement
-from fedweave.federation.client import Update
+from fedweave.federation.train import Update
 
 LAYOUT = AdapterLayout(("layer",), (8,), (8,), rank=2, experts=2)
 

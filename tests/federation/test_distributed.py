@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import load_file
 
 from fedweave.cli import main
-from tests.helpers import SMALL
+from tests.helpers import SMALL, assert_trained_alike
 
 
 def together(arguments: list[str], program: Sequence[str] = ("-m", "fedweave.cli")) -> subprocess.CompletedProcess:
@@ -33,7 +33,7 @@ def tensors(run) -> dict[str, torch.Tensor]:
 @pytest.mark.parametrize(
     ("extra", "limit"),
     [
-        (["method=fedweave"], 1e-5),
+        (["method=fedweave"], 2e-5),
         # private rows and residuals; where rounding to int8 falls on an edge, a last bit decides
         (["method=fedsa-lora", "training.participation=2", "federation.update_dtype=int8"], 1e-3),
     ],
@@ -48,7 +48,7 @@ def test_two_processes_equal_one(tmp_path, model_folder, extra, limit):
     alone, shared = tensors(tmp_path / "one"), tensors(tmp_path / "two")
     assert alone.keys() == shared.keys()
     for name, tensor in alone.items():
-        assert (tensor.float() - shared[name].float()).abs().max() <= limit, name
+        assert_trained_alike(tensor, shared[name], limit)
     one, two = (json.loads((tmp_path / run / "summary.json").read_text()) for run in ("one", "two"))
     assert two["buckets"] == one["buckets"]
     losses = [summary["test"]["best"]["loss"]["soft"]["macro"] for summary in (one, two) if summary["experts"] > 1]
@@ -57,8 +57,9 @@ def test_two_processes_equal_one(tmp_path, model_folder, extra, limit):
     more = together(["resume", str(tmp_path / "two"), "training.rounds=3"])
     assert more.returncode == 0, more.stderr[-2000:]
     assert main(["resume", str(tmp_path / "one"), "training.rounds=3", "--quiet"]) == 0
+    longer = tensors(tmp_path / "two")
     for name, tensor in tensors(tmp_path / "one").items():
-        assert (tensor.float() - tensors(tmp_path / "two")[name].float()).abs().max() <= limit, name
+        assert_trained_alike(tensor, longer[name], limit)
 
 
 def test_a_mistake_ends_all_processes_with_the_sentence(tmp_path):
@@ -69,7 +70,7 @@ def test_a_mistake_ends_all_processes_with_the_sentence(tmp_path):
 
 LEAVING = """
 import atexit, os, weakref
-from fedweave.federation.distributed import world
+from fedweave.federation.engines.distributed import world
 atexit.register(lambda: group() and os._exit(3))  # runs last: handlers run in reverse
 group = weakref.ref(world().group)
 import torch.distributed.nn  # keeps the default group, if there is one, in its functions' arguments

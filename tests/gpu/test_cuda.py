@@ -47,7 +47,10 @@ def test_both_attention_kernels_equal_the_padded_reference(on_gpu, monkeypatch):
 
 
 @pytest.mark.parametrize("dropout", [0.0, 0.1])
-def test_recorded_steps_equal_eager_ones_over_changing_batches(on_gpu, dropout):
+def test_recorded_steps_equal_eager_ones_over_changing_batches(on_gpu, dropout, smooth_optimiser):
+    """A recorded step has other shapes, so products add up in another order: a sum that lies between two bfloat16
+    numbers (0.4 % apart) may be rounded to the other one. Few are, so that losses, which average over tokens, and
+    steps, which average over a matrix, differ by less than one such rounding and a few."""
     layout = AdapterLayout.of(on_gpu.linear_layers(TARGETS), 8, 3)
     router = RouterLayout(on_gpu.width, 16, 3)
     lanes = make_lanes(on_gpu, layout, router, clients=3, steps=5)
@@ -58,12 +61,13 @@ def test_recorded_steps_equal_eager_ones_over_changing_batches(on_gpu, dropout):
         results.append(list(trainer.train(lanes, 3)))
         mixture.detach()
     for replayed, eager in zip(*results, strict=True):
-        assert replayed.losses == pytest.approx(eager.losses, rel=2e-2)
-        assert relative(replayed.delta_theta, eager.delta_theta) < 0.1  # Adam's first steps follow signs
+        assert replayed.losses == pytest.approx(eager.losses, rel=4e-3)
+        assert relative(replayed.delta_theta, eager.delta_theta) < 2e-2
+        assert relative(replayed.delta_phi, eager.delta_phi) < 2e-2
         assert replayed.tokens == eager.tokens
 
 
-def test_steps_of_several_recorded_sizes_equal_eager_ones(on_gpu, monkeypatch):
+def test_steps_of_several_recorded_sizes_equal_eager_ones(on_gpu, monkeypatch, smooth_optimiser):
     """Small steps use small recordings; a later round that needs more room is recorded anew."""
     monkeypatch.setattr(batch, "GRAIN", 16)
     layout = AdapterLayout.of(on_gpu.linear_layers(TARGETS), 8, 3)
@@ -82,7 +86,8 @@ def test_steps_of_several_recorded_sizes_equal_eager_ones(on_gpu, monkeypatch):
             assert len(sizes) == 3 and len(group.graphs._seen) == 8
         mixture.detach()
     for replayed, eager in zip(*results, strict=True):
-        assert replayed.losses == pytest.approx(eager.losses, rel=2e-2)
+        assert replayed.losses == pytest.approx(eager.losses, rel=4e-3)
+        assert relative(replayed.delta_theta, eager.delta_theta) < 2e-2
 
 
 @pytest.mark.parametrize("graphs", [True, False])

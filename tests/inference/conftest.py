@@ -8,6 +8,7 @@ from fedweave.experts.layout import AdapterLayout
 from fedweave.experts.mixture import Mixture
 from fedweave.inference.model import FedWeaveModel
 from fedweave.router.mlp import RouterLayout
+from fedweave.router.routed import RoutedExperts
 from tests.helpers import TARGETS, random_theta
 
 
@@ -23,7 +24,8 @@ def make_model(backbone_of):
         mixtures.append(Mixture(layers, layout, 16))
         router = RouterLayout(backbone.width, 8, 3, "unit")
         phi = 3 * router.initial(1)[None]
-        return FedWeaveModel(backbone, mixtures[-1], random_theta(layout, 5, 0.4), router, phi, [1.0])
+        experts = RoutedExperts(layout, router, random_theta(layout, 5, 0.4), phi)
+        return FedWeaveModel(backbone, mixtures[-1], experts)
 
     yield make
     for mixture in mixtures:

@@ -7,7 +7,8 @@ from fedweave.experts.layout import AdapterLayout
 from fedweave.experts.mixture import Mixture
 from fedweave.inference.generate import generate
 from fedweave.inference.model import FedWeaveModel
-from fedweave.router.mlp import RouterLayout, sparsify
+from fedweave.router.mlp import RouterLayout
+from fedweave.router.routed import RoutedExperts, sparsify
 from tests.conftest import FAMILIES
 from tests.helpers import TARGETS, random_theta
 
@@ -73,7 +74,8 @@ def test_answers_carry_expert_and_weights(backbone):
     layout = AdapterLayout.of(backbone.linear_layers(TARGETS), 4, 2)
     mixture = Mixture(backbone.linear_layers(TARGETS), layout, 16)
     router = RouterLayout(backbone.width, 8, 2)
-    model = FedWeaveModel(backbone, mixture, random_theta(layout, 1), router, router.initial(0)[None], [1.0])
+    experts = RoutedExperts(layout, router, random_theta(layout, 1), router.initial(0)[None])
+    model = FedWeaveModel(backbone, mixture, experts)
     answers = model.generate(PROMPTS[:2], "sparse", max_new_tokens=4)
     assert torch.equal(torch.tensor([a.weights for a in answers]), model.route(PROMPTS[:2]))
     assert all(a.expert == max(range(2), key=a.weights.__getitem__) for a in answers)

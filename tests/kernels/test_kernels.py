@@ -14,9 +14,9 @@ import torch
 import torch.nn.functional as F
 
 import fedweave.kernels
-from fedweave.experts.dropout import DropoutKeys, keep_mask
 from fedweave.kernels import entropy, gated, norm, products, rotary, rows
 from fedweave.kernels.attention import sequence_tiles, short_attention
+from fedweave.kernels.dropout import DropoutKeys, keep_mask
 from fedweave.kernels.experts import add_experts
 from fedweave.kernels.lanes import Lanes, Setting, Target
 

@@ -9,12 +9,14 @@ import torch
 from fedweave import methods
 from fedweave.cli import main
 from fedweave.config import from_tree
-from fedweave.federation.rounds import federate
+from fedweave.federation.rounds import federate, one_round
 from fedweave.methods import METHODS, build_method
 from fedweave.methods.single import FedIT
 from fedweave.settings import to_tree
 from fedweave.training.batch import Lane
 from tests.federations import make_engine, run, with_method
+
+pytestmark = pytest.mark.usefixtures("smooth_optimiser")
 
 
 def test_fedit_is_the_sample_weighted_mean_of_lone_clients(config, backbone):
@@ -25,9 +27,9 @@ def test_fedit_is_the_sample_weighted_mean_of_lone_clients(config, backbone):
     assert state.layout.experts == 1 and state.layout.rank == 32 and state.router is None
     final = federate(method, engine, state, range(1), lambda *_: None)
     expected = state.theta.clone()
-    for client in engine.clients:
-        result = next(engine.train(state.layout, None, [method.lane(client, state, 0)], "alone"))
-        expected += len(client) / sum(map(len, engine.clients)) * result.delta_theta
+    for client in engine.members:
+        result = next(engine.compute.train(state.layout, None, [method.lane(client, state, 0)], "alone"))
+        expected += len(client) / sum(map(len, engine.members)) * result.delta_theta
     engine.detach()
     assert (final.theta - expected).abs().max() <= 1e-5 and (final.theta - state.theta).abs().max() > 1e-3
 
@@ -48,15 +50,17 @@ def test_fedsa_keeps_every_b_at_home(config, backbone):
     state = federate(method, engine, state, range(1), lambda *_: None)
     is_b = state.layout.is_b
     before = state.private[0].clone()
-    others = engine.clients[1:]
-    after = method.aggregate(state, method.local_updates(engine, state, others, 1))
+    others = engine.members[1:]
+    after, _ = one_round(method, engine, state, others, 1)
     engine.detach()
+    for client in engine.members:
+        client.memory.begin(2)
     assert torch.equal(after.private[0][is_b], before[is_b])
     assert not torch.equal(after.private[1][is_b], state.private[1][is_b])
-    lanes = [method.lane(client, after, 2) for client in engine.clients]
+    lanes = [method.lane(client, after, 2) for client in engine.members]
     assert all(torch.equal(lane.theta[~is_b], after.theta[~is_b]) for lane in lanes)
     assert torch.equal(lanes[0].theta[is_b], before[is_b])
-    sizes = torch.tensor([float(len(c)) for c in engine.clients])
+    sizes = torch.tensor([float(len(c)) for c in engine.members])
     mean = (sizes[:, None] * after.private).sum(0) / sizes.sum()
     torch.testing.assert_close(after.theta[is_b], mean[is_b])
 
@@ -66,11 +70,13 @@ def test_local_only_communicates_nothing(config, backbone):
     engine = make_engine(config, backbone)
     method = build_method(config)
     state = method.prepare(engine)
+    start = state.private[1].clone()
+    engine.members[1].memory.begin(0)
+    alone = next(engine.compute.train(state.layout, None, [method.lane(engine.members[1], state, 0)], "alone"))
     final = federate(method, engine, state, range(1), lambda *_: None)
-    alone = next(engine.train(state.layout, None, [method.lane(engine.clients[1], state, 0)], "alone"))
     engine.detach()
-    assert (final.private[1] - (state.private[1] + alone.delta_theta)).abs().max() <= 1e-5
-    assert torch.equal(final.theta, state.theta) and len(method.served(final)) == len(engine.clients)
+    assert (final.private[1] - (start + alone.delta_theta)).abs().max() <= 1e-5
+    assert torch.equal(final.theta, state.theta) and len(method.served(final)) == len(engine.members)
 
 
 def fedlease_with_two_clusters(config, backbone):
@@ -85,14 +91,14 @@ def test_fedlease_trains_only_its_own_cluster(config, backbone):
     engine, method, state = fedlease_with_two_clusters(config, backbone)
     assert state.layout.experts == 2 and state.phi.shape[0] == 2 and sum(state.shares) == pytest.approx(1.0)
     owner = state.layout.expert_of_column
-    for client in engine.clients:
+    for client in engine.members:
         lane = method.lane(client, state, 0)
-        result = next(engine.train(state.layout, state.router, [lane], "alone"))
+        result = next(engine.compute.train(state.layout, state.router, [lane], "alone"))
         mine = owner == client.assignment[0]
         assert not result.delta_theta[~mine].any() and result.delta_theta[mine].any()
-    lonely = next(c for c in engine.clients if [d.assignment for d in engine.clients].count(c.assignment) == 1)
-    update = next(iter(method.local_updates(engine, state, [lonely], 0)))
-    after = method.aggregate(state, [update])
+    lonely = next(c for c in engine.members if [d.assignment for d in engine.members].count(c.assignment) == 1)
+    update = next(iter(method.local_updates(engine.compute, state, [lonely], 0)))
+    after = method.aggregate(engine, state, [update])
     engine.detach()
     cluster = lonely.assignment[0]
     assert torch.equal(after.phi[1 - cluster], state.phi[1 - cluster])
@@ -104,10 +110,10 @@ def test_without_prototype_expert_every_client_moves_every_expert(config, backbo
     engine = make_engine(config, backbone)
     method = build_method(config)
     state = method.prepare(engine)
-    updates = list(method.local_updates(engine, state, engine.clients, 0))
-    after = method.aggregate(state, iter(updates))
+    updates = list(method.local_updates(engine.compute, state, engine.members, 0))
+    after = method.aggregate(engine, state, iter(updates))
     engine.detach()
-    sizes = torch.tensor([float(len(c)) for c in engine.clients])
+    sizes = torch.tensor([float(len(c)) for c in engine.members])
     mean = (sizes[:, None] * torch.stack([u.delta_theta for u in updates])).sum(0) / sizes.sum()
     torch.testing.assert_close(after.theta, state.theta + mean, atol=1e-6, rtol=1e-5)
 
@@ -117,17 +123,17 @@ def test_without_client_router_resets_per_bucket_and_keeps_the_mismatch(config, 
     engine = make_engine(config, backbone)
     method = build_method(config)
     state = method.prepare(engine)
-    client = max(engine.clients, key=lambda c: len(c.buckets))
+    client = max(engine.members, key=lambda c: len(c.buckets))
     assert len(client.buckets) > 1
     plain = build_method(with_method(config, "fedweave"))
-    experts = next(iter(plain.local_updates(engine, state, [client], 0)))
-    update = next(iter(method.local_updates(engine, state, [client], 0)))
+    experts = next(iter(plain.local_updates(engine.compute, state, [client], 0)))
+    update = next(iter(method.local_updates(engine.compute, state, [client], 0)))
     assert (update.delta_theta - experts.delta_theta).abs().max() <= 1e-6, "experts train as in FedWeave"
     expected = torch.zeros_like(update.delta_phi)
     for c, bucket in enumerate(client.buckets):
         lane = method._reset_lane(client, c, state, experts, 0)
         assert torch.equal(lane.phi, state.phi[0]) and set(np.concatenate(lane.schedule)) <= set(bucket)
-        result = next(engine.train(state.layout, state.router, [lane], "reset"))
+        result = next(engine.compute.train(state.layout, state.router, [lane], "reset"))
         assert not result.delta_theta.any(), "experts are frozen"
         expected += len(bucket) / len(client) * result.delta_phi
     engine.detach()

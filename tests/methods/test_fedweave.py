@@ -8,7 +8,7 @@ import torch
 
 from fedweave.backbone.prompts import Encoded
 from fedweave.config import from_tree
-from fedweave.federation import engine as engines
+from fedweave.federation import compute as computes
 from fedweave.federation.client import Client
 from fedweave.federation.rounds import federate, sample_clients
 from fedweave.methods import METHODS, build_method
@@ -40,7 +40,7 @@ def test_experts_start_as_the_mean_of_their_buckets_warmup_adapters(config, back
     monkeypatch.setattr(LockstepTrainer, "train", spy)
     state = build_method(config).prepare(engine)
     engine.detach()
-    owners = [m for client in engine.clients for m in client.assignment]
+    owners = [m for client in engine.members for m in client.assignment]
     assert len(owners) == len(adapters) == state.report["prototypes"]
     for m, expert in enumerate(state.layout.unstack(state.theta)):
         mean = torch.stack([a for a, owner in zip(adapters, owners, strict=True) if owner == m]).mean(0)
@@ -65,16 +65,16 @@ def test_the_warmup_can_have_a_rate_of_its_own(config, backbone, monkeypatch):
 
 def test_how_many_march_together_is_decided_once(config, backbone, monkeypatch):
     """Later rounds find less memory free, since the first one's parameters stay there: that must change nothing."""
-    asked, real = [], engines.lanes_that_fit
+    asked, real = [], computes.lanes_that_fit
     monkeypatch.setattr(
-        engines, "lanes_that_fit", lambda b, lanes, n: asked.append(len(lanes)) or real(b, lanes, n)
+        computes, "lanes_that_fit", lambda b, lanes, n: asked.append(len(lanes)) or real(b, lanes, n)
     )
     own = dataclasses.replace(config, training=dataclasses.replace(config.training, rounds=3))
     state, _ = run(own, make_engine(own, backbone))
     assert asked == [state.report["prototypes"], 3]  # the warmup's buckets, and the clients of all rounds
 
 
-def test_a_round_is_the_asymmetric_average_of_lone_clients(config, backbone):
+def test_a_round_is_the_asymmetric_average_of_lone_clients(config, backbone, smooth_optimiser):
     """Each client trained alone, then both sums written out, equals one federated round."""
     engine = make_engine(config, backbone)
     method = build_method(config)
@@ -82,14 +82,14 @@ def test_a_round_is_the_asymmetric_average_of_lone_clients(config, backbone):
     final = federate(method, engine, state, range(1), lambda state, report: None)
     layout, owner = state.layout, state.layout.expert_of_column
     theta, phi = state.theta.clone(), state.phi.clone()
-    counts = [c.counts(layout.experts) for c in engine.clients]
-    for client, n in zip(engine.clients, counts, strict=True):
+    counts = [c.counts(layout.experts) for c in engine.members]
+    for client, n in zip(engine.members, counts, strict=True):
         lane = method.lane(client, state, 0)
-        result = next(engine.train(layout, state.router, [lane], "alone"))
+        result = next(engine.compute.train(layout, state.router, [lane], "alone"))
         share = torch.tensor([n[m] / sum(c[m] for c in counts) if sum(c[m] for c in counts) else 0.0
                               for m in range(layout.experts)])  # fmt: skip
         theta += share[owner] * result.delta_theta
-        phi += len(client) / sum(map(len, engine.clients)) * result.delta_phi
+        phi += len(client) / sum(map(len, engine.members)) * result.delta_phi
     engine.detach()
     assert (theta - final.theta).abs().max() <= 1e-5 and (phi - final.phi).abs().max() <= 1e-5
     assert (final.theta - state.theta).abs().max() > 1e-3
@@ -99,7 +99,7 @@ def test_every_example_counts_for_exactly_one_expert(config, backbone):
     engine = make_engine(config, backbone)
     state = build_method(config).prepare(engine)
     engine.detach()
-    for client in engine.clients:
+    for client in engine.members:
         assert client.counts(state.layout.experts).sum() == len(client)
         assert (
             torch.bincount(client.example_experts(), minlength=state.layout.experts).tolist()
@@ -122,11 +122,11 @@ def test_participation_is_a_fraction_or_a_count(config, asked, count):
 def test_one_pattern_everywhere_still_trains(config, backbone):
     """Identical prompts: one bucket a client, too little to align with two clients, and no NaN."""
     engine = make_engine(config, backbone)
-    engine.clients = engine.clients[:2]
-    for client in engine.clients:
+    engine.members = engine.members[:2]
+    for client in engine.members:
         client.data.features[:] = 1.0
     state, final = run(config, engine)
-    assert [len(c.buckets) for c in engine.clients] == [1, 1] and state.layout.experts == 1
+    assert [len(c.buckets) for c in engine.members] == [1, 1] and state.layout.experts == 1
     assert np.isfinite(final.theta.numpy()).all()
 
 

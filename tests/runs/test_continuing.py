@@ -5,9 +5,8 @@ import shutil
 import pytest
 import torch
 
-from fedweave import FedWeaveModel
-from fedweave.bundle import export_run
 from fedweave.cli import main
+from fedweave.runs.use import export_run, load
 from tests.helpers import read_json
 
 
@@ -23,15 +22,15 @@ def test_a_federation_goes_on_from_a_bundle(first, tmp_path, small):
     second = tmp_path / "second"
     options = [*small, f"init={first}", "seed=7", "training.rounds=0"]
     assert main(["run", "quickstart", *options, f"output={second}", "--quiet"]) == 0
-    old, new = FedWeaveModel.from_pretrained(first), FedWeaveModel.from_pretrained(second)
-    assert torch.equal(old.theta, new.theta) and torch.equal(old.phi, new.phi)
+    old, new = load(first), load(second)
+    assert torch.equal(old.theta, new.theta) and torch.equal(old.experts.phi, new.experts.phi)
     # every bucket was given to the expert that the router prefers for its prompts
     discovery = read_json(second / "discovery.json")
     assert discovery["experts"] == old.mixture.layout.experts
     assert all(0 <= m < discovery["experts"] for c in discovery["clients"].values() for m in c["experts"])
 
     assert main(["resume", str(second), "training.rounds=2", "--quiet"]) == 0
-    moved = FedWeaveModel.from_pretrained(second, last=True)
+    moved = load(second, last=True)
     served = {m for c in discovery["clients"].values() for m in c["experts"]}
     owner = moved.mixture.layout.expert_of_column
     for m in range(moved.mixture.layout.experts):
@@ -70,5 +69,5 @@ def test_baselines_go_on_too(tiny_run, tmp_path, small, method):
     export_run(first, tmp_path / "bundle", last=True)
     continued = [*small, *options, f"init={tmp_path / 'bundle'}", f"output={second}", "--quiet"]
     assert main(["run", "quickstart", *continued]) == 0
-    old, new = (FedWeaveModel.from_pretrained(run, last=True) for run in (first, second))
+    old, new = (load(run, last=True) for run in (first, second))
     assert old.theta.shape == new.theta.shape and not torch.equal(old.theta, new.theta)

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from fedweave import FedWeaveModel
+import fedweave
 from fedweave.cli import main
 from tests.helpers import contents, events, read_json, read_jsonl, write_jsonl
 
@@ -68,7 +68,7 @@ def test_a_model_answers_without_the_runs_data_and_reading_changes_nothing(tiny_
     finished = tiny_copy()
     (finished / "manifest.json").unlink()
     before = contents(finished)
-    model = FedWeaveModel.from_pretrained(finished)
+    model = fedweave.load(finished)
     answer = model.generate(["How many?"], routing="soft", max_new_tokens=3)[0]
     assert sum(answer.weights) == pytest.approx(1.0, abs=1e-4)
     assert contents(finished) == before

@@ -16,6 +16,7 @@ import pytest
 import uvicorn
 
 from fedweave.inference.model import FedWeaveModel
+from fedweave.runs.use import load
 from fedweave.serving.app import Api, build_app
 from fedweave.serving.engine import Engine
 from fedweave.serving.gateway import Gateway
@@ -86,13 +87,13 @@ def served(exported):
 @pytest.fixture(scope="session")
 def model(exported) -> FedWeaveModel:
     """The model as served."""
-    return FedWeaveModel.from_pretrained(exported, device="cpu")
+    return load(exported, device="cpu")
 
 
 @pytest.fixture(scope="session")
 def twin(exported) -> FedWeaveModel:
     """The same model for direct questions: the served one belongs to its engine's thread."""
-    return FedWeaveModel.from_pretrained(exported, device="cpu")
+    return load(exported, device="cpu")
 
 
 @pytest.fixture(scope="module")

@@ -66,7 +66,7 @@ def test_the_default_model(tmp_path):
     subprocess.run(command("run", "quickstart", *quick, f"output={run}"), env=environment, check=True)
     subprocess.run(command("export", run, bundle), env=environment, check=True)
     script = (
-        "import json, sys; from fedweave import FedWeaveModel; model = FedWeaveModel.from_pretrained(sys.argv[1]);"
+        "import json, sys; import fedweave; model = fedweave.load(sys.argv[1]);"
         "print(json.dumps([(a.text, a.expert) for a in model.generate(json.load(sys.stdin), max_new_tokens=24)]))"
     )
     direct = subprocess.run(

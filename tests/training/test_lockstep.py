@@ -16,6 +16,8 @@ from fedweave.training.lockstep import LaneGroup, clip_lanes
 from fedweave.training.memory import lanes_that_fit
 from tests.helpers import TARGETS, make_lanes, make_trainer
 
+pytestmark = pytest.mark.usefixtures("smooth_optimiser")
+
 
 def setup(backbone, experts=3, routed=True):
     layout = AdapterLayout.of(backbone.linear_layers(TARGETS), 4, experts)
@@ -73,15 +75,19 @@ def test_a_client_does_not_feel_its_neighbours(backbone):
     assert (calm[1].delta_theta - wild[1].delta_theta).abs().max() > 1e-3
 
 
-def test_masked_columns_never_move(backbone):
+@pytest.mark.parametrize("weight_decay", [0.0, 0.1])
+def test_what_is_frozen_never_moves(backbone, weight_decay):
     layout, router = setup(backbone)
     lanes = make_lanes(backbone, layout, router, clients=2)
     for lane in lanes:
         lane.trainable = layout.is_b
-    trainer, mixture = make_trainer(backbone, layout, router)
-    for result in trainer.train(lanes, 2):
-        assert not result.delta_theta[~layout.is_b].any() and result.delta_theta[layout.is_b].any()
+    lanes[1].train_router = False
+    trainer, mixture = make_trainer(backbone, layout, router, weight_decay=weight_decay)
+    results = list(trainer.train(lanes, 2))
     mixture.detach()
+    for result in results:
+        assert not result.delta_theta[~layout.is_b].any() and result.delta_theta[layout.is_b].any()
+    assert results[0].delta_phi.any() and not results[1].delta_phi.any()
 
 
 def test_clipping_is_per_lane_and_joint_over_experts_and_router():
@@ -93,13 +99,14 @@ def test_clipping_is_per_lane_and_joint_over_experts_and_router():
     assert experts[1, 0].item() == pytest.approx(0.03) and router[1, 0].item() == pytest.approx(0.04)
 
 
-def test_one_expert_training_equals_a_peft_loop(backbone):
+@pytest.mark.parametrize("weight_decay", [0.0, 0.1])
+def test_one_expert_training_equals_a_peft_loop(backbone, weight_decay):
     """Four steps of LoRA with AdamW and clipping, written the ordinary way with PEFT and padded batches."""
     from peft import LoraConfig, get_peft_model
 
     layout, _ = setup(backbone, experts=1, routed=False)
     lane = make_lanes(backbone, layout, None, clients=1)[0]
-    trainer, mixture = make_trainer(backbone, layout, None, clip=0.5)
+    trainer, mixture = make_trainer(backbone, layout, None, clip=0.5, weight_decay=weight_decay)
     result = next(trainer.train([lane], 1))
     mixture.detach()
 
@@ -112,7 +119,7 @@ def test_one_expert_training_equals_a_peft_loop(backbone):
     for name, tensor in layout.named(lane.theta, 0).items():
         parameters[name.replace(".weight", ".default.weight")].data.copy_(tensor)
     trained = [p for p in peft.parameters() if p.requires_grad]
-    optimiser = torch.optim.AdamW(trained, lr=1e-2, weight_decay=0.0)
+    optimiser = torch.optim.AdamW(trained, lr=1e-2, weight_decay=weight_decay)
     for step, batch in enumerate(lane.schedule):
         rows = [lane.data.examples[i] for i in batch]
         length = max(len(r.ids) for r in rows)
@@ -170,9 +177,7 @@ def test_a_batch_of_fixed_shape_gives_the_same_step(backbone):
         results.append((torch.stack(losses), torch.stack(experts), torch.stack(routers)))
     mixture.detach()
     for plain, filled in zip(*results, strict=True):
-        difference = (plain - filled).abs()
-        # Adam divides by the gradient's size: where that is rounding alone, so is the step
-        assert difference.max() <= 1e-3 and (difference > 1e-5).float().mean() <= 1e-3
+        assert (plain - filled).abs().max() <= 1e-5
 
 
 def test_a_few_recorded_sizes_hold_all_steps_the_largest_first():

@@ -1,4 +1,4 @@
-"""Asymmetric aggregation (paper, Eq. 5): experts at prototype level, the router at client level.
+"""Asymmetric aggregation (paper, Eq. 4): experts at prototype level, the router at client level.
 
 Both are streams: the server holds one running sum, whatever the number of clients.
 """

@@ -17,20 +17,25 @@ _ZERO = 1e-12
 _ALIKE = 1e-6  # float32 rounding of a distance of zero
 
 
-def signature_distance(blocks: Sequence[np.ndarray]) -> np.ndarray:
-    """d_uv: the mean over LoRA-B blocks of 1 - cosine; blocks are [prototypes, size], one per layer.
+def unit_blocks(blocks: Sequence[np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
+    """Blocks [n, size], one per layer, at unit length side by side [n, D], and where a block is zero [n, L].
 
-    Two zero blocks are alike (distance 0); a zero block is unlike any other (distance 1).
+    Inner products of both together are sums of cosines over blocks, by this definition: two zero blocks are alike
+    (cosine 1), a zero block is unlike any other (cosine 0).
     """
-    columns = []  # side by side, unit blocks make the mean cosine one inner product
+    units, zeros = [], []
     for block in blocks:
         norms = np.sqrt(np.einsum("ij,ij->i", block, block, dtype=np.float64))[:, None]  # no overflow
-        empty = norms <= _ZERO
-        columns.append(np.where(empty, 0.0, block / np.maximum(norms, _ZERO)).astype(np.float32))
-        if empty.any():
-            columns.append(empty.astype(np.float32))
-    units = np.concatenate(columns, axis=1)
-    distance = units @ units.T
+        zeros.append(norms <= _ZERO)
+        units.append(np.where(zeros[-1], 0.0, block / np.maximum(norms, _ZERO)).astype(np.float32))
+    return np.concatenate(units, axis=1), np.concatenate(zeros, axis=1).astype(np.float32)
+
+
+def signature_distance(blocks: Sequence[np.ndarray]) -> np.ndarray:
+    """d_uv: the mean over LoRA-B blocks of 1 - cosine; blocks are [prototypes, size], one per layer."""
+    units, zeros = unit_blocks(blocks)
+    rows = np.concatenate([units, zeros], axis=1) if zeros.any() else units
+    distance = rows @ rows.T
     distance *= -1.0 / len(blocks)
     distance += 1.0
     np.maximum(distance, 0.0, out=distance)

@@ -10,25 +10,24 @@ from collections.abc import Sequence
 
 import numpy as np
 
-_ZERO = 1e-12
+from fedweave.alignment.align import unit_blocks
 
 
-def unit_rows(blocks: Sequence[np.ndarray]) -> np.ndarray:
+def _rows(blocks: Sequence[np.ndarray]) -> np.ndarray:
     """Blocks [n, size] to rows [n, D] whose inner product is the mean cosine over blocks."""
-    units = [block / np.maximum(np.linalg.norm(block, axis=1, keepdims=True), _ZERO) for block in blocks]
-    return np.concatenate(units, axis=1).astype(np.float32) / np.sqrt(len(blocks), dtype=np.float32)
+    return np.concatenate(unit_blocks(blocks), axis=1) / np.sqrt(len(blocks), dtype=np.float32)
 
 
 def expert_means(blocks: Sequence[np.ndarray], labels: Sequence[int], experts: int) -> np.ndarray:
     """[M, D]: what the server remembers of the aligned buckets."""
-    rows, owner = unit_rows(blocks), np.asarray(labels)
+    rows, owner = _rows(blocks), np.asarray(labels)
     none = np.zeros_like(rows[0])
     return np.stack([rows[owner == m].mean(0) if (owner == m).any() else none for m in range(experts)])
 
 
 def expert_distances(blocks: Sequence[np.ndarray], means: np.ndarray) -> np.ndarray:
     """[n, M]: mean distance of each bucket to the buckets of each expert."""
-    return 1.0 - unit_rows(blocks) @ means.T
+    return 1.0 - _rows(blocks) @ means.T
 
 
 def joining_limit(distance: np.ndarray, labels: Sequence[int]) -> float:

@@ -10,10 +10,10 @@ from itertools import islice
 import numpy as np
 import torch
 
-from fedweave.experts.dropout import stream_key
 from fedweave.experts.layout import AdapterLayout
-from fedweave.federation.engine import InProcessEngine
+from fedweave.federation.compute import Compute
 from fedweave.router.mlp import RouterLayout
+from fedweave.streams import stream_key
 from fedweave.training.batch import ClientData, Lane, build_batch
 from fedweave.training.lockstep import LockstepTrainer, Trainable
 from fedweave.training.memory import lanes_that_fit
@@ -32,14 +32,14 @@ class Gradients:
 class GradientMeter:
     """Losses and gradients of lanes at the parameters that they bring; dropout is off, nothing is clipped."""
 
-    def __init__(self, engine: InProcessEngine, layout: AdapterLayout, router: RouterLayout | None):
-        self.engine, self.layout, self.router = engine, layout, router
+    def __init__(self, compute: Compute, layout: AdapterLayout, router: RouterLayout | None):
+        self.compute, self.layout, self.router = compute, layout, router
         self.trainer = LockstepTrainer(
-            engine.backbone, engine.mixture(layout), router, engine.config.training, dropout=0.0, router_rate=0.0
+            compute.backbone, compute.mixture(layout), router, compute.config.training, dropout=0.0, router_rate=0.0
         )
 
     def __call__(self, lanes: Sequence[Lane], on_lane: Callable[[int], None] = lambda lanes: None) -> Gradients:
-        size = lanes_that_fit(self.engine.backbone, lanes, self.engine.config.training.clients_per_step).lanes
+        size = lanes_that_fit(self.compute.backbone, lanes, self.compute.config.training.clients_per_step).lanes
         parts = []
         for start in range(0, len(lanes), size):
             group = lanes[start : start + size]
@@ -50,7 +50,7 @@ class GradientMeter:
         return Gradients(np.concatenate(losses), torch.cat(theta), routed)
 
     def _measure(self, lanes: Sequence[Lane]) -> tuple[np.ndarray, torch.Tensor, torch.Tensor | None]:
-        backbone, router, steps = self.engine.backbone, self.router, len(lanes[0].schedule)
+        backbone, router, steps = self.compute.backbone, self.router, len(lanes[0].schedule)
         experts = Trainable((len(lanes), self.layout.size), backbone.device, backbone.dtype, self.layout.views)
         experts.load([lane.theta for lane in lanes])
         routers = None

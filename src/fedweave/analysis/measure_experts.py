@@ -20,20 +20,20 @@ from fedweave.analysis.gradients import GradientMeter, pooled, sample_lane
 from fedweave.analysis.subject import Sample, Subject
 from fedweave.console import Console
 from fedweave.experts.layout import AdapterLayout
-from fedweave.methods.base import ServerState
+from fedweave.federation.state import ServerState
 from fedweave.router.mlp import RouterLayout
 
 
 def measure_conflict(subject: Subject, sample: Sample, console: Console) -> dict[str, Any]:
     """Γ for an adapter that all patterns would share, fresh or merged from the experts, and for the run's own
     experts and router. A pattern's examples are drawn from all clients, as many as a sampled bucket of each."""
-    state, engine, config = subject.state, subject.workspace.engine, subject.workspace.config
+    state, compute, config = subject.state, subject.workspace.engine.compute, subject.workspace.config
     data = pooled([client.data for client in subject.clients])
     pattern = np.concatenate(subject.pattern)
     members_of = [np.flatnonzero(pattern == k) for k in range(len(subject.patterns))]
     batches = sample.batches * len(sample.clients)
     single = state.layout.with_experts(1)
-    fresh = single.initial(config.seed).to(engine.device)
+    fresh = single.initial(config.seed).to(compute.device)
     adapters: dict[str, tuple[AdapterLayout, RouterLayout | None, torch.Tensor, torch.Tensor | None]] = {
         "fresh_adapter": (single, None, fresh, None)
     }
@@ -54,7 +54,7 @@ def measure_conflict(subject: Subject, sample: Sample, console: Console) -> dict
             sample_lane(data, members, theta, phi, batches, sample.batch_size, config.seed, "pattern", k)
             for k, members in enumerate(members_of)
         ]
-        gradients = GradientMeter(engine, layout, router)(lanes, bar.advance)
+        gradients = GradientMeter(compute, layout, router)(lanes, bar.advance)
         found[name] = gradients.theta
         if gradients.phi is not None:
             found["router"] = gradients.phi

@@ -15,9 +15,9 @@ from fedweave.analysis.subject import Sample, Subject
 from fedweave.analysis.trajectories import follow, weight_mismatch
 from fedweave.console import Console
 from fedweave.evaluation.losses import example_losses
-from fedweave.experts.dropout import stream_key
 from fedweave.federation.client import Client
 from fedweave.runs.summary import served_models
+from fedweave.streams import stream_key
 from fedweave.training.schedule import interleave
 
 
@@ -25,7 +25,7 @@ def measure_paths(subject: Subject, sample: Sample, rate: float, console: Consol
     """Persistent against reset-and-average for every sampled client with more than one bucket."""
     state, config = subject.state, subject.workspace.config
     assert state.router is not None
-    meter = GradientMeter(subject.workspace.engine, state.layout, state.router)
+    meter = GradientMeter(subject.workspace.engine.compute, state.layout, state.router)
     chosen = [client for client in sample.clients if len(client.buckets) > 1]
     steps = config.training.local_steps
     bar = console.progress("router paths", len(chosen) * (steps + 1), "steps")

@@ -9,10 +9,11 @@ from typing import Any
 
 import numpy as np
 
-from fedweave.analysis.budget import SINGLE, Budget, predict, training_memory
+from fedweave.analysis.budget import Budget, predict, training_memory
 from fedweave.analysis.shapes import ModelShape, model_shape
 from fedweave.config import Config
 from fedweave.errors import UserError
+from fedweave.methods import method_class
 from fedweave.runs.folder import RunFolder
 
 FLOP_PER_PARAMETER = 4  # forward 2, backward through frozen weights 2
@@ -48,7 +49,7 @@ def run_costs(folder: Path, precision: str | None = None) -> RunCosts:
     events = [json.loads(line) for line in run.metrics.read_text(encoding="utf-8").splitlines()]
     rounds = [event for event in events if event["event"] == "round"]
     clients = list(discovery["clients"].values())
-    discovers = config.method not in SINGLE
+    discovers = method_class(config.method).discovers
     experts = int(discovery["experts"]) if discovers else 4  # for the table's other methods
     served = [len(set(client["experts"])) for client in clients]
     buckets = float(np.mean([len(client["buckets"]) for client in clients]))

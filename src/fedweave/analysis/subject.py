@@ -13,11 +13,11 @@ from fedweave.console import Console
 from fedweave.data.jsonl import UNLABELLED
 from fedweave.errors import UserError
 from fedweave.federation.client import Client
+from fedweave.federation.method import Method
+from fedweave.federation.state import ServerState
 from fedweave.methods import build_method
-from fedweave.methods.base import Method, ServerState
 from fedweave.runs.folder import RunFolder
 from fedweave.runs.workspace import Workspace, prepare
-from fedweave.training.lockstep import LaneResult
 from fedweave.training.schedule import allot_steps
 
 
@@ -46,7 +46,7 @@ class Subject:
 
     @property
     def clients(self) -> list[Client]:
-        return list(self.workspace.engine.clients)
+        return list(self.workspace.engine.members)
 
     # ---------------------------------------------------------------------------------- patterns
 
@@ -102,8 +102,7 @@ class Subject:
         experts = self.state.layout.experts
         rows = []
         for client in self.clients:
-            nothing = LaneResult(torch.zeros(0), None, [0.0], 0)
-            counts = self.method.update(client, self.state, nothing).counts.numpy()
+            counts = self.method.counts(client, experts).numpy()
             rows.append(np.full(experts, float(len(client))) if whole_clients else counts)
         counted = np.stack(rows)  # [clients, M]
         weight = counted / counted.sum(0).clip(min=1e-12)

@@ -10,8 +10,9 @@ import zipfile
 from dataclasses import dataclass
 from pathlib import Path
 
-from fedweave.backbone.gguf import CACHE, converted_folder, file_sha256
+from fedweave.backbone.gguf import CACHE, converted_folder
 from fedweave.errors import UserError, first_line
+from fedweave.files import file_sha256
 
 
 @dataclass(frozen=True)

@@ -8,9 +8,8 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 from collections.abc import Sequence
-from pathlib import Path
+from contextlib import suppress
 
 import torch
 from safetensors import SafetensorError
@@ -21,6 +20,7 @@ from fedweave.backbone.load import Backbone
 from fedweave.backbone.packing import pack, token_budget_batches
 from fedweave.backbone.prompts import EncodedPrompt
 from fedweave.console import Console
+from fedweave.files import atomic_file
 from fedweave.kernels.segments import sum_segments
 
 
@@ -59,7 +59,10 @@ def cached_features(
         except SafetensorError:
             path.unlink(missing_ok=True)  # a damaged cache is no loss
     features = compute_features(backbone, prompts, console)
-    _store(path, features)
+    with suppress(OSError, SafetensorError):  # a full or read-only disk must not stop the run
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with atomic_file(path, shared=True) as partial:
+            save_file({"features": features}, partial)
     return features
 
 
@@ -68,14 +71,3 @@ def _key(backbone: Backbone, prompts: Sequence[EncodedPrompt]) -> str:
     for prompt in prompts:
         digest.update(prompt.ids.tobytes() + repr(prompt.pool).encode())
     return digest.hexdigest()[:40]
-
-
-def _store(path: Path, features: torch.Tensor) -> None:
-    """The cache is a convenience: a full or read-only disk must not stop the run."""
-    partial = path.with_suffix(f".{os.getpid()}.partial")
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        save_file({"features": features}, partial)
-        os.replace(partial, path)
-    except (OSError, SafetensorError):
-        partial.unlink(missing_ok=True)

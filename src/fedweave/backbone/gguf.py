@@ -8,14 +8,13 @@ therefore stripped of its quantisation marks and the tokenizer is built here fro
 
 from __future__ import annotations
 
-import hashlib
 import os
-import shutil
 import sys
 from pathlib import Path
 from typing import Any
 
 from fedweave.errors import UserError, first_line
+from fedweave.files import atomic_folder, file_sha256
 
 CACHE = Path(os.environ.get("FEDWEAVE_CACHE", Path.home() / ".cache" / "fedweave"))
 
@@ -34,23 +33,12 @@ _END_OF_TURN = ("<|im_end|>", "<|eot_id|>", "<end_of_turn>", "<|end|>", "</s>")
 _NORMAL, _CONTROL, _USER_DEFINED = 1, 3, 4
 
 
-def file_sha256(path: Path) -> str:
-    digest = hashlib.sha256()
-    with open(path, "rb") as source:
-        while chunk := source.read(1 << 22):
-            digest.update(chunk)
-    return digest.hexdigest()
-
-
 def converted_folder(gguf: Path) -> Path:
     """The Hugging Face folder made from ``gguf``; made now when it is not in the cache."""
     folder = CACHE / "models" / f"{gguf.stem}-{file_sha256(gguf)[:16]}"
     if not (folder / "config.json").is_file():
-        partial = folder.with_name(f"{folder.name}.{os.getpid()}.partial")
-        shutil.rmtree(partial, ignore_errors=True)
-        _convert(gguf, partial)
-        shutil.rmtree(folder, ignore_errors=True)
-        os.replace(partial, folder)
+        with atomic_folder(folder, replace=True, shared=True) as partial:
+            _convert(gguf, partial)
     return folder
 
 
@@ -86,7 +74,6 @@ def _convert(gguf: Path, folder: Path) -> None:
         config.eos_token_id = tokenizer.eos_token_id
         config.pad_token_id = tokenizer.pad_token_id
     tokenizer.model_max_length = model.config.max_position_embeddings
-    folder.mkdir(parents=True)
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
 

@@ -1,9 +1,9 @@
 """Examples to tokens: rendering, truncation, and the span of tokens that the prompt feature averages.
 
 ``plain`` renders the prompt, a blank line, ``Response:``, a space and the answer; ``chat`` renders the
-tokenizer's template. A template's constant parts (system prompt, role marks) are the same for every
-example; averaged into the feature they drown what differs, so the pooled span is the user's words alone
-unless ``backbone.pool=all``.
+tokenizer's template. The feature averages the whole rendered prompt, as in the paper. A template's constant parts
+(system prompt, role marks) are the same for every example and can drown what differs: with
+``backbone.pool=content`` the feature averages the user's words alone.
 
 Too long? The prompt's words lose tokens from their beginning; the template and the answer stay whole.
 """

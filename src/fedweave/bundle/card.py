@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from fedweave.config import Config
@@ -11,18 +12,28 @@ from fedweave.inference.model import FedWeaveModel
 _VLLM_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # what --max-lora-rank may be
 
 
-def model_card(config: Config, model: FedWeaveModel, facts: dict[str, Any], summary: dict[str, Any] | None) -> str:
-    layout = model.mixture.layout
+@dataclass(frozen=True)
+class Origin:
+    """The run that a model comes from."""
+
+    config: Config
+    round: int
+    clients: int
+    summary: dict[str, Any] | None  # None until the run has ended
+
+
+def model_card(model: FedWeaveModel, origin: Origin) -> str:
+    config, layout = origin.config, model.mixture.layout
     lines = [
         *_head(config.backbone.model, "peft"),
         "# A FedWeave model",
         "",
         f"{layout.experts} LoRA experts of rank {layout.rank} on {config.backbone.model}, trained by federated "
-        f"learning (method `{config.method}`, {facts['clients']} clients, round {facts['round']}), and a router "
+        f"learning (method `{config.method}`, {origin.clients} clients, round {origin.round}), and a router "
         "that picks an expert for every prompt.",
         "",
-        *_data(config, facts, summary),
-        *_results(summary, model.backbone.note),
+        *_data(origin),
+        *_results(origin.summary, model.backbone.note),
         *_privacy(config),
         *_loading(config, model),
     ]
@@ -83,13 +94,14 @@ def _head(model: str, library: str) -> list[str]:
     ]
 
 
-def _data(config: Config, facts: dict[str, Any], summary: dict[str, Any] | None) -> list[str]:
+def _data(origin: Origin) -> list[str]:
+    config, summary = origin.config, origin.summary
     sources = {
         "sample": "the built-in sample of four instruction patterns",
         "paper": "CoEdIT, GSM8K, TweetEval (sentiment) and ARC-Challenge",
         "jsonl": "the clients' own files",
     }
-    text = f"{facts['clients']} clients, {sources[config.data.source]}"
+    text = f"{origin.clients} clients, {sources[config.data.source]}"
     if summary:
         text += f"; {summary['examples']} training examples in {summary['buckets']} buckets"
     if config.data.source != "jsonl":
@@ -138,9 +150,9 @@ def _loading(config: Config, model: FedWeaveModel) -> list[str]:
         "With its router, in Python or as an OpenAI-compatible server (`fedweave serve PATH`):",
         "",
         "```python",
-        "from fedweave import FedWeaveModel",
+        "import fedweave",
         "",
-        'model = FedWeaveModel.from_pretrained("PATH")',
+        'model = fedweave.load("PATH")',
         'model.generate(["…"])',
         "```",
         "",

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
@@ -23,25 +22,21 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 
-from fedweave.backbone.gguf import file_sha256
 from fedweave.bundle.adapter import check_adapter, compare, probe, write_adapter
-from fedweave.bundle.card import merged_card, model_card, soft_card
-from fedweave.bundle.load import is_bundle, load_bundle, verify_bundle
-from fedweave.config import Config
+from fedweave.bundle.card import Origin, merged_card, model_card, soft_card
 from fedweave.errors import UserError
+from fedweave.files import atomic_folder, file_sha256
 from fedweave.inference.model import FedWeaveModel
-from fedweave.runs.use import load_models
 from fedweave.settings import to_tree
 
 SCHEMA = 1
 
 
-def export_run(run: Path, target: Path, last: bool = False) -> dict[str, Any]:
-    """Export a run's best (or last) model as a bundle; returns what fedweave.json holds."""
+def write_bundle(target: Path, model: FedWeaveModel, origin: Origin) -> dict[str, Any]:
+    """A model as a bundle; returns what fedweave.json holds."""
+    description = describe(model, origin)
+    layout = model.mixture.layout
     with _new_folder(target) as partial:
-        config, model, facts = _run_model(run, last)
-        description = describe(config, model, facts)
-        layout = model.mixture.layout
         for m in range(layout.experts):
             folder = partial / f"expert_{m}"
             write_adapter(
@@ -49,9 +44,7 @@ def export_run(run: Path, target: Path, last: bool = False) -> dict[str, Any]:
             )
             check_adapter(folder, model, _only(m, layout.experts))
         _write_router(partial, model)
-        summary_file = run / "summary.json"
-        summary = json.loads(summary_file.read_text(encoding="utf-8")) if summary_file.is_file() else None
-        (partial / "README.md").write_text(model_card(config, model, facts, summary), encoding="utf-8")
+        (partial / "README.md").write_text(model_card(model, origin), encoding="utf-8")
         description["files"] = {
             str(p.relative_to(partial)): file_sha256(p) for p in sorted(partial.rglob("*")) if p.is_file()
         }
@@ -59,17 +52,16 @@ def export_run(run: Path, target: Path, last: bool = False) -> dict[str, Any]:
     return description
 
 
-def export_soft(source: Path, target: Path, weights: Sequence[float], last: bool = False) -> None:
+def write_soft(target: Path, model: FedWeaveModel, description: dict[str, Any], weights: Sequence[float]) -> None:
     """One PEFT adapter of rank M·r: the experts side by side, each B scaled by its weight."""
+    layout = model.mixture.layout
+    gates = mixture_weights(weights, layout.experts)
+    tensors = {}
+    for name, layer in zip(layout.names, layout.views(model.theta.cpu()), strict=True):
+        scaled = layer["B"] * gates.repeat_interleave(layout.rank)[:, None]  # [M·r, out]
+        tensors[f"base_model.model.{name}.lora_A.weight"] = layer["A"].contiguous()
+        tensors[f"base_model.model.{name}.lora_B.weight"] = scaled.T.contiguous()
     with _new_folder(target) as partial:
-        description, model = _source(source, last)
-        layout = model.mixture.layout
-        gates = mixture_weights(weights, layout.experts)
-        tensors = {}
-        for name, layer in zip(layout.names, layout.views(model.theta.cpu()), strict=True):
-            scaled = layer["B"] * gates.repeat_interleave(layout.rank)[:, None]  # [M·r, out]
-            tensors[f"base_model.model.{name}.lora_A.weight"] = layer["A"].contiguous()
-            tensors[f"base_model.model.{name}.lora_B.weight"] = scaled.T.contiguous()
         partial.rmdir()
         # PEFT scales by alpha / rank; the rank is M times an expert's, so alpha must be too
         write_adapter(
@@ -79,13 +71,12 @@ def export_soft(source: Path, target: Path, weights: Sequence[float], last: bool
         (partial / "README.md").write_text(soft_card(description, gates.tolist()), encoding="utf-8")
 
 
-def export_merged(source: Path, target: Path, expert: int, last: bool = False) -> None:
+def write_merged(target: Path, model: FedWeaveModel, description: dict[str, Any], expert: int) -> None:
     """A dense model folder: the backbone with one expert added into its weights."""
+    layout, backbone = model.mixture.layout, model.backbone
+    if not 0 <= expert < layout.experts:
+        raise UserError(f"there is no expert {expert}; the model has experts 0 to {layout.experts - 1}.")
     with _new_folder(target) as partial:
-        description, model = _source(source, last)
-        layout, backbone = model.mixture.layout, model.backbone
-        if not 0 <= expert < layout.experts:
-            raise UserError(f"there is no expert {expert}; {source} has experts 0 to {layout.experts - 1}.")
         expected = probe(model, _only(expert, layout.experts))
         scale = model.mixture.scale
         with torch.no_grad():
@@ -111,13 +102,13 @@ def mixture_weights(weights: Sequence[float], experts: int) -> torch.Tensor:
     return gates
 
 
-def describe(config: Config, model: FedWeaveModel, facts: dict[str, Any]) -> dict[str, Any]:
+def describe(model: FedWeaveModel, origin: Origin) -> dict[str, Any]:
     """Everything that loading needs and that the tensors do not say."""
-    layout = model.mixture.layout
+    config, layout = origin.config, model.mixture.layout
     return {
         "schema": SCHEMA,
         "method": config.method,
-        "round": facts["round"],
+        "round": origin.round,
         "seed": config.seed,
         "backbone": to_tree(config.backbone),
         "fingerprint": model.backbone.fingerprint,
@@ -125,28 +116,28 @@ def describe(config: Config, model: FedWeaveModel, facts: dict[str, Any]) -> dic
         "rank": layout.rank,
         "alpha": config.experts.alpha,
         "target_modules": list(config.experts.target_modules),
-        "router": asdict(model.router) if model.router else None,
-        "shares": model.shares,
+        "router": asdict(model.experts.router) if model.experts.router else None,
+        "shares": model.experts.shares,
         "feature": "mean over prompt tokens of the bare backbone's last hidden states, after the final norm",
     }
+
+
+def require_new(target: Path) -> None:
+    """What exists is never written over; worth a look before a model is loaded."""
+    if target.exists():
+        raise UserError(f"{target} exists; choose another folder.")
 
 
 @contextmanager
 def _new_folder(target: Path) -> Iterator[Path]:
     """A folder that appears whole or not at all."""
-    if target.exists():
-        raise UserError(f"{target} exists; choose another folder.")
-    partial = target.with_name(f".{target.name}.{os.getpid()}.partial")
-    shutil.rmtree(partial, ignore_errors=True)
+    require_new(target)
     try:
-        partial.mkdir(parents=True)
-        yield partial
-        _share(partial)
-        partial.rename(target)
+        with atomic_folder(target, shared=True) as partial:
+            yield partial
+            _share(partial)
     except OSError as error:
         raise UserError(f"{target} cannot be written: {error.strerror or error}.") from error
-    finally:
-        shutil.rmtree(partial, ignore_errors=True)
 
 
 def _share(folder: Path) -> None:
@@ -157,35 +148,18 @@ def _share(folder: Path) -> None:
         path.chmod((0o777 if path.is_dir() else 0o666) & ~mask)
 
 
-def _run_model(run: Path, last: bool) -> tuple[Config, FedWeaveModel, dict[str, Any]]:
-    config, models, facts = load_models(run, last)
-    if len(models) != 1:
-        raise UserError(f"{config.method} trains a model for every client and has none to export.")
-    for name, tensor in (("experts", models[0].theta), ("router", models[0].phi)):
-        if tensor is not None and not torch.isfinite(tensor).all():
-            raise UserError(f"the run's {name} hold NaN or infinity and cannot be exported.")
-    return config, models[0], facts
-
-
-def _source(folder: Path, last: bool) -> tuple[dict[str, Any], FedWeaveModel]:
-    """(description, model) of a run or a bundle."""
-    if is_bundle(folder):
-        return verify_bundle(folder), load_bundle(folder)
-    config, model, facts = _run_model(folder, last)
-    return describe(config, model, facts), model
-
-
 def _only(expert: int, experts: int) -> torch.Tensor:
     return torch.nn.functional.one_hot(torch.tensor(expert), experts).float()  # [M]
 
 
 def _write_router(folder: Path, model: FedWeaveModel) -> None:
     """The routers' weights under their names; with several, name.N."""
-    if model.router is None or model.phi is None:
+    router, phi = model.experts.router, model.experts.phi
+    if router is None or phi is None:
         return
     tensors = {
         f"{name}.{r}": tensor.clone()
-        for r, phi in enumerate(model.phi.cpu())
-        for name, tensor in model.router.views(phi).items()
+        for r, row in enumerate(phi.cpu())
+        for name, tensor in router.views(row).items()
     }
     save_file(tensors, folder / "router.safetensors")

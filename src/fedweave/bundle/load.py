@@ -8,15 +8,16 @@ from typing import Any
 
 import torch
 
-from fedweave.backbone.gguf import file_sha256
 from fedweave.backbone.load import Backbone, load_backbone
 from fedweave.bundle.adapter import read_adapter, read_tensors
 from fedweave.config import BackboneConfig
 from fedweave.errors import UserError
 from fedweave.experts.layout import AdapterLayout
 from fedweave.experts.mixture import Mixture
+from fedweave.files import file_sha256
 from fedweave.inference.model import FedWeaveModel
 from fedweave.router.mlp import RouterLayout
+from fedweave.router.routed import RoutedExperts
 from fedweave.settings import build
 
 
@@ -29,10 +30,8 @@ def load_bundle(folder: Path, model: str | None = None, device: str = "auto") ->
     description = verify_bundle(folder)
     backbone = load_backbone(bundle_backbone(description, model, device))
     layers = backbone.linear_layers(description["target_modules"])
-    layout, theta, router, phi = read_state(folder, description, backbone, layers)
-    return FedWeaveModel(
-        backbone, Mixture(layers, layout, description["alpha"]), theta, router, phi, description["shares"]
-    )
+    experts = read_experts(folder, description, backbone, layers)
+    return FedWeaveModel(backbone, Mixture(layers, experts.layout, description["alpha"]), experts)
 
 
 def verify_bundle(folder: Path) -> dict[str, Any]:
@@ -59,10 +58,10 @@ def bundle_backbone(description: dict[str, Any], model: str | None, device: str)
     return build(BackboneConfig, settings, "backbone.")
 
 
-def read_state(
+def read_experts(
     folder: Path, description: dict[str, Any], backbone: Backbone, layers: dict[str, torch.nn.Linear]
-) -> tuple[AdapterLayout, torch.Tensor, RouterLayout | None, torch.Tensor | None]:
-    """(layout, θ [P], router, φ [R, Q]) on the backbone's device; the backbone must be the one trained on."""
+) -> RoutedExperts:
+    """On the backbone's device; the backbone must be the one trained on."""
     if backbone.fingerprint != description["fingerprint"]:
         raise UserError(
             f"the bundle {folder} was trained on another backbone, tokenizer or prompt rendering than "
@@ -72,11 +71,11 @@ def read_state(
     singles = [read_adapter(folder / f"expert_{m}", layout.with_experts(1)) for m in range(layout.experts)]
     theta = layout.stack(singles).to(backbone.device)
     if description["router"] is None:
-        return layout, theta, None, None
+        return RoutedExperts(layout, None, theta, None, description["shares"])
     router = RouterLayout(**description["router"])
     named = read_tensors(folder / "router.safetensors")
     phi = torch.zeros(len(description["shares"]), router.size)
     for r, row in enumerate(phi):
         for name, view in router.views(row).items():
             view.copy_(named[f"{name}.{r}"])
-    return layout, theta, router, phi.to(backbone.device)
+    return RoutedExperts(layout, router, theta, phi.to(backbone.device), description["shares"])

@@ -55,7 +55,7 @@ def _weights(text: str) -> list[float]:
 
 
 def _export(arguments: argparse.Namespace, console: Console) -> None:
-    from fedweave.bundle import export_merged, export_run, export_soft
+    from fedweave.runs.use import export_merged, export_run, export_soft
 
     source, target = arguments.folder, arguments.target
     if arguments.merge is not None:
@@ -78,6 +78,8 @@ def _push(arguments: argparse.Namespace, console: Console) -> None:
 
 
 def _serve(arguments: argparse.Namespace, console: Console) -> None:
+    from fedweave.runs.use import load
+
     try:
         from fedweave.serving.jobs import Limits
         from fedweave.serving.server import ServerSettings, serve
@@ -99,7 +101,5 @@ def _serve(arguments: argparse.Namespace, console: Console) -> None:
         upstream_key=arguments.upstream_key or os.environ.get("FEDWEAVE_UPSTREAM_KEY"),
     )
     limits = Limits(arguments.max_batch, arguments.max_queue, arguments.max_new_tokens, arguments.max_body)
-    serve(
-        arguments.folder, settings, limits, console,
-        last=arguments.last, backbone=arguments.backbone, device=arguments.device,
-    )  # fmt: skip
+    where = {"last": arguments.last, "model": arguments.backbone, "device": arguments.device}
+    serve(lambda: load(arguments.folder, **where), settings, limits, console)

@@ -39,7 +39,7 @@ def _needs_flower() -> None:
 
 def _federate(arguments: argparse.Namespace, console: Console) -> None:
     _needs_flower()
-    from fedweave.federation.flower.tasks import Runtime
+    from fedweave.federation.engines.flower.tasks import Runtime
     from fedweave.runs import deploy
 
     if arguments.recipe and "=" in arguments.recipe:  # --resume RUN key=value: there is no recipe
@@ -72,12 +72,14 @@ def _site(arguments: argparse.Namespace, console: Console) -> None:
     if not site.backbone.download:
         os.environ.setdefault("HF_HUB_OFFLINE", "1")
     if arguments.what == "check":
-        from fedweave.federation.site.check import check_site
+        from fedweave.federation.site.rehearsal import check_site
+        from fedweave.methods import build_method
 
         settings = [*arguments.overrides, "data.source=sites", "data.path=null"]
-        print(check_site(site, load_config(arguments.recipe, settings), console))
+        print(check_site(site, load_config(arguments.recipe, settings), build_method, console))
         return
     _needs_flower()
-    from fedweave.federation.flower.worker import work
+    from fedweave.federation.engines.flower.worker import work
+    from fedweave.methods import build_method
 
-    work(site, console, own_supernode=arguments.what == "start")
+    work(site, build_method, console, own_supernode=arguments.what == "start")

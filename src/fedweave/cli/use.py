@@ -37,8 +37,8 @@ def _evaluate(arguments: argparse.Namespace, console: Console) -> None:
 
 
 def _generate(arguments: argparse.Namespace, console: Console) -> None:
-    from fedweave.inference.model import FedWeaveModel
     from fedweave.inference.sampling import Sampling
+    from fedweave.runs.use import load
 
     prompts = arguments.prompts or [line.rstrip("\n") for line in sys.stdin if line.strip()]
     if not prompts or not all(p.strip() for p in prompts):
@@ -52,7 +52,7 @@ def _generate(arguments: argparse.Namespace, console: Console) -> None:
         "stop_strings": arguments.stop,
     }
     Sampling.of(options)  # complain before the model loads
-    model = FedWeaveModel.from_pretrained(arguments.folder, last=arguments.last)
+    model = load(arguments.folder, last=arguments.last)
     for prompt, answer in zip(prompts, model.generate(prompts, arguments.routing, **options), strict=True):
         bars = "  ".join(f"{m}:{w:.2f}" for m, w in enumerate(answer.weights))
         console.say(f"[{prompt}]  expert {answer.expert}  ({bars})")

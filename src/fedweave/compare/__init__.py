@@ -11,8 +11,8 @@ from fedweave.compare.grid import Comparison, Outcome, Runner, cells, load_compa
 from fedweave.compare.tables import Results, as_csv, choose_best, latex, markdown
 from fedweave.console import Console
 from fedweave.errors import UserError
-from fedweave.federation.checkpoint import write_atomic
-from fedweave.federation.distributed import world
+from fedweave.federation.engines.distributed import world
+from fedweave.files import write_atomic
 
 
 def compare(

@@ -19,7 +19,7 @@ import numpy as np
 from fedweave.config import DataConfig, EvaluationConfig
 from fedweave.data.examples import Example, FederatedData, Prompt, Task
 from fedweave.errors import UserError
-from fedweave.experts.dropout import stream_key
+from fedweave.streams import stream_key
 
 HELD_OUT = ("validation", "test")
 ROLES = ("system", "user", "assistant", "tool")

@@ -17,8 +17,8 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
-from fedweave.experts.dropout import stream_key
 from fedweave.experts.layout import AdapterLayout
+from fedweave.streams import stream_key
 from fedweave.training.batch import ClientData, Lane
 from fedweave.training.schedule import bucket_batches
 

@@ -9,7 +9,7 @@ import torch
 
 
 def purity(clusters: Sequence[int], labels: Sequence[int | str]) -> float:
-    """Share of examples that carry their cluster's dominant label (paper, Eq. 15)."""
+    """Share of examples that carry their cluster's dominant label (paper, Eq. 9)."""
     from sklearn.metrics.cluster import contingency_matrix
 
     table = contingency_matrix(np.asarray(labels), np.asarray(clusters))

@@ -1,1 +1,1 @@
-"""LoRA experts: flat layout, stacked mixture, keyed dropout."""
+"""LoRA experts: flat layout, stacked mixture."""

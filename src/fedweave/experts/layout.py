@@ -19,11 +19,19 @@ says what it trains or shares by naming columns: expert m's, or the A or B half.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, lru_cache
+from typing import Protocol
 
 import torch
+
+
+class Shaped(Protocol):
+    """A linear layer, or just its shape."""
+
+    in_features: int
+    out_features: int
 
 
 @dataclass(frozen=True)
@@ -36,11 +44,11 @@ class AdapterLayout:
     rank: int
     experts: int
 
-    @classmethod
-    def of(cls, layers: dict[str, torch.nn.Linear], rank: int, experts: int) -> AdapterLayout:
+    @staticmethod
+    def of(layers: Mapping[str, Shaped], rank: int, experts: int) -> AdapterLayout:
         inputs = tuple(layer.in_features for layer in layers.values())
         outputs = tuple(layer.out_features for layer in layers.values())
-        return cls(tuple(layers), inputs, outputs, rank, experts)
+        return _layout(tuple(layers), inputs, outputs, rank, experts)
 
     @property
     def size(self) -> int:
@@ -129,3 +137,11 @@ class AdapterLayout:
             tensors[f"{prefix}.lora_A.weight"] = layer["A"][rows].contiguous()
             tensors[f"{prefix}.lora_B.weight"] = layer["B"][rows].T.contiguous()
         return tensors
+
+
+@lru_cache(maxsize=16)
+def _layout(
+    names: tuple[str, ...], inputs: tuple[int, ...], outputs: tuple[int, ...], rank: int, experts: int
+) -> AdapterLayout:
+    """One object per layout: whoever receives a model shares what was computed of its columns."""
+    return AdapterLayout(names, inputs, outputs, rank, experts)

@@ -17,9 +17,9 @@ from typing import Any
 
 import torch
 
-from fedweave.experts.dropout import DropoutKeys
 from fedweave.experts.layout import AdapterLayout
 from fedweave.kernels import fused
+from fedweave.kernels.dropout import DropoutKeys
 from fedweave.kernels.experts import add_experts
 from fedweave.kernels.lanes import Lanes, Setting, Target, one_lane
 from fedweave.kernels.rows import MOST_ROWS, add_to_rows

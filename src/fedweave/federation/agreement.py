@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 
 from fedweave.experts.layout import AdapterLayout
-from fedweave.federation.client import Update
+from fedweave.federation.train import Update
 
 SAMPLE = 4096  # columns; the cosine's error is about 1/64
 

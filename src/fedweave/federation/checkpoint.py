@@ -1,13 +1,12 @@
 """Checkpoints that a crash cannot harm.
 
-A checkpoint is a folder of a safetensors file and a JSON file. It is written under another name, forced to
-the disk and then renamed, so that it either exists whole or not at all; the previous one goes only after that.
+A checkpoint is a folder of a safetensors file and a JSON file, which exists whole or not at all; the previous one
+goes only after it.
 """
 
 from __future__ import annotations
 
 import json
-import os
 import shutil
 from pathlib import Path
 from typing import Any
@@ -17,40 +16,19 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
 from fedweave.errors import UserError
+from fedweave.files import atomic_folder
 
 KEEP = 2
 
 
-def write_atomic(path: Path, text: str) -> None:
-    """Replace a small text file in one step."""
-    partial = path.with_name(f".{path.name}.partial")
-    try:
-        with open(partial, "w", encoding="utf-8") as out:
-            out.write(text)
-            out.flush()
-            os.fsync(out.fileno())
-        os.replace(partial, path)
-    except OSError as error:
-        partial.unlink(missing_ok=True)
-        raise UserError(f"{path} cannot be written ({error.strerror}); free some space and resume.") from error
-
-
 def save_checkpoint(folder: Path, name: str, tensors: dict[str, torch.Tensor], meta: dict[str, Any]) -> Path:
     """Write ``folder/name`` atomically; an older folder of that name is replaced."""
-    final, partial = folder / name, folder / f".{name}.partial"
-    shutil.rmtree(partial, ignore_errors=True)
+    final = folder / name
     try:
-        partial.mkdir(parents=True)
-        save_file({k: v.detach().cpu().contiguous() for k, v in tensors.items()}, partial / "state.safetensors")
-        (partial / "meta.json").write_text(json.dumps(meta), encoding="utf-8")
-        for path in (partial / "state.safetensors", partial / "meta.json", partial):
-            _force_to_disk(path)
-        if final.exists():
-            shutil.rmtree(final)
-        os.rename(partial, final)
-        _force_to_disk(folder)
+        with atomic_folder(final, replace=True) as partial:
+            save_file({k: v.detach().cpu().contiguous() for k, v in tensors.items()}, partial / "state.safetensors")
+            (partial / "meta.json").write_text(json.dumps(meta), encoding="utf-8")
     except (OSError, SafetensorError) as error:
-        shutil.rmtree(partial, ignore_errors=True)
         reason = getattr(error, "strerror", None) or str(error)
         raise UserError(
             f"checkpoint {final} cannot be written ({reason}); the last good one is intact: free some space "
@@ -83,11 +61,3 @@ def prune(folder: Path, keep: set[str]) -> None:
     for path in round_checkpoints(folder)[:-KEEP]:
         if path.name not in keep:
             shutil.rmtree(path, ignore_errors=True)
-
-
-def _force_to_disk(path: Path) -> None:
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)

@@ -1,25 +1,29 @@
-"""A client: its data, its buckets and the experts that they are aligned to. It never holds a task label.
+"""A client: its data, its buckets, the experts that they are aligned to, and its memory; never a task label.
 
 The client itself may be anywhere; a ``Member`` is what the server knows of it.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
 from typing import Any, Protocol
 
 import numpy as np
 import torch
 
-from fedweave.federation.compression import Residuals
+from fedweave.federation.message import Message
 from fedweave.training.batch import ClientData
+
+RESIDUAL = "residual."  # in a memory: what rounding has taken from a part of the updates so far
+OWN = "own"  # in a memory: [P] parameters that never leave the client
 
 
 class Member(Protocol):
     """What the server knows of client i, wherever it runs."""
 
     index: int
-    assignment: list[int]  # a(i,·): the expert of every bucket
+    assignment: list[int]  # a(i,·): the expert of every bucket; -1: none
     note: str  # why it has only one bucket, when that was forced
 
     @property
@@ -29,11 +33,86 @@ class Member(Protocol):
     def sizes(self) -> list[int]:
         """Examples in every bucket."""
 
+    def learn(self, sizes: list[int], note: str) -> None:
+        """What the client has told of its buckets."""
+
     def __len__(self) -> int:
         """|D_i|"""
 
     def record(self) -> dict[str, Any]:
         """What a checkpoint keeps of it."""
+
+
+@dataclass
+class Distant:
+    """A client elsewhere, as the server knows it."""
+
+    index: int
+    name: str
+    sizes: list[int] = field(default_factory=list)
+    assignment: list[int] = field(default_factory=list)
+    note: str = ""
+
+    def learn(self, sizes: list[int], note: str) -> None:
+        self.sizes, self.note = sizes, note
+
+    def __len__(self) -> int:
+        """|D_i|: the examples that take part; before alignment nobody knows which."""
+        return sum(n for n, m in zip(self.sizes, self.assignment, strict=False) if m >= 0) or sum(self.sizes)
+
+    def record(self) -> dict[str, Any]:
+        return asdict(self)
+
+    def addressed(self, question: Message, step: str, settings: str, federation: str) -> Message:
+        """A question as it is put to this client, with everything that it may have forgotten."""
+        return Message(question.tensors, {
+            **question.facts, "step": step, "config": settings, "federation": federation,
+            "index": self.index, "sizes": self.sizes, "assignment": self.assignment,
+        })  # fmt: skip
+
+
+class Memory:
+    """What a client keeps from round to round and never sends. A round that is repeated starts from what it started
+    from the first time."""
+
+    def __init__(self) -> None:
+        self.round = -1
+        self.before: dict[str, torch.Tensor] = {}  # as the open round found it
+        self.after: dict[str, torch.Tensor] = {}  # as it leaves it
+
+    def begin(self, t: int) -> None:
+        """Round t opens. A server that goes back further than one round finds the oldest state that is left; what
+        rounding took since then is forgotten."""
+        if t > self.round:
+            self.before = self.after
+        elif t < self.round:
+            self.before = {name: x for name, x in self.before.items() if not name.startswith(RESIDUAL)}
+        self.round, self.after = t, dict(self.before)
+
+    def get(self, name: str) -> torch.Tensor | None:
+        return self.before.get(name)
+
+    def keep(self, name: str, tensor: torch.Tensor) -> None:
+        self.after[name] = tensor
+
+    def start(self, name: str, tensor: torch.Tensor) -> None:
+        """Something that it has had from the beginning."""
+        self.before[name] = self.after[name] = tensor
+
+    def restore(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        """Back to the end of a checkpoint's round."""
+        self.round, self.before, self.after = -1, {}, dict(tensors)
+
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """What a site writes down after round :attr:`round`, which may yet be repeated."""
+        return {f"before.{k}": v for k, v in self.before.items()} | {f"after.{k}": v for k, v in self.after.items()}
+
+    def load(self, tensors: Mapping[str, torch.Tensor], t: int) -> None:
+        self.round = t
+        self.before, self.after = (
+            {name.removeprefix(when): x for name, x in tensors.items() if name.startswith(when)}
+            for when in ("before.", "after.")
+        )
 
 
 @dataclass
@@ -45,8 +124,7 @@ class Client:
     buckets: list[np.ndarray] = field(default_factory=list)
     assignment: list[int] = field(default_factory=list)
     note: str = ""
-    residuals: Residuals = field(default_factory=Residuals)  # what rounding took from its updates so far
-    own: torch.Tensor | None = None  # [P] parameters that stay at a site; a simulation keeps them for its clients
+    memory: Memory = field(default_factory=Memory)
     held: ClientData | None = None  # what a site validates on
 
     @property
@@ -56,6 +134,9 @@ class Client:
     @property
     def sizes(self) -> list[int]:
         return [len(bucket) for bucket in self.buckets]
+
+    def learn(self, sizes: list[int], note: str) -> None:
+        self.note = note  # its buckets are its own
 
     def __len__(self) -> int:
         return sum(self.sizes) or len(self.data)  # a bucket that no expert serves takes no part
@@ -69,11 +150,11 @@ class Client:
             "note": self.note,
         }
 
-    def restore(self, record: dict[str, Any]) -> None:
+    def restore(self, record: Mapping[str, Any]) -> None:
         self.buckets = [np.array(bucket, dtype=int) for bucket in record["buckets"]]
         self.assignment, self.note = record["assignment"], record["note"]
 
-    def counts(self, experts: int, budget: list[int] | None = None) -> torch.Tensor:
+    def counts(self, experts: int, budget: Sequence[int] | None = None) -> torch.Tensor:
         """n(i,m): how many examples stand behind each expert, [M]; a bucket without steps does not count."""
         counts = torch.zeros(experts)
         for c, (bucket, m) in enumerate(zip(self.buckets, self.assignment, strict=True)):
@@ -87,28 +168,3 @@ class Client:
         for bucket, m in zip(self.buckets, self.assignment, strict=True):
             labels[bucket] = m
         return labels
-
-
-@dataclass
-class Prototypes:
-    """What a client tells after lines 1 to 4: how many buckets, how large, and their signatures."""
-
-    sizes: list[int]
-    signatures: torch.Tensor  # [buckets, D] s(i,c); no rows where a method has none
-    note: str = ""
-    silhouettes: dict[int, float] = field(default_factory=dict)  # of every candidate count
-    assignment: list[int] = field(default_factory=list)  # where alignment has nothing to decide
-
-
-@dataclass
-class Update:
-    """What a client sends after a round."""
-
-    client: int
-    delta_theta: torch.Tensor  # [P]
-    counts: torch.Tensor  # [M] n(i,m); zero means: that expert's part is not uploaded
-    delta_phi: torch.Tensor | None  # [Q]
-    samples: int  # |D_i|
-    losses: list[float]
-    tokens: int
-    kept: torch.Tensor | None = None  # [P] what the client adds to its own parameters and never sends

@@ -2,15 +2,24 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 
 from fedweave.evaluation.losses import example_losses
-from fedweave.federation.client import Client
-from fedweave.federation.engine import InProcessEngine
-from fedweave.methods.base import Method, ServerState
-from fedweave.router.mlp import sparsify, vote
+from fedweave.federation.client import OWN, Client
+from fedweave.federation.message import Facts, Message
+from fedweave.federation.state import received
+from fedweave.federation.steps import Answer, Asked, Figure, Step
+from fedweave.router.mlp import sparsify
+
+if TYPE_CHECKING:
+    from fedweave.federation.compute import Compute
+    from fedweave.federation.method import Method
+
+_MOST = 1e4  # nats: more than any vocabulary can cost
 
 
 @dataclass
@@ -33,16 +42,38 @@ class Loss:
         return self.entropy / self.count if self.count else float("nan")
 
 
-def local_loss(bench: InProcessEngine, method: Method, client: Client, state: ServerState) -> Loss:
-    """The validation loss of a site, with the routing that selects the best round."""
-    held = client.held
-    if held is None or not len(held):
-        return Loss()
-    theta, shared = state.theta, method.shared(state.layout)
-    if client.own is not None and shared is not None:  # a site answers with what it keeps
-        theta = torch.where(shared.to(theta.device), theta, client.own)
-    weights = vote(state.router, state.phi, state.shares, held.features)
-    gates = sparsify(weights, method.selection)
-    losses = example_losses(bench.backbone, held.examples, bench.mixture(state.layout), theta, gates)
-    entropy = -(weights.clamp(min=1e-12).log() * weights).sum().item()
-    return Loss(losses.sum().item(), entropy, len(held))
+class Evaluate(Step[Loss]):
+    """The validation loss of every site, with the routing that selects the best round."""
+
+    name = "evaluate"
+
+    def __init__(self, method: Method):
+        self.method = method
+
+    def answer(self, compute: Compute, clients: Sequence[Client], question: Message) -> Iterator[Answer]:
+        state = received(question, compute.layers, compute.device)
+        shared = self.method.shared(state.layout)
+        for client in clients:
+            held, own = client.held, client.memory.after.get(OWN)
+            if held is None or not len(held):
+                yield Answer(figures={"total": 0.0, "entropy": 0.0, "count": 0})
+                continue
+            theta = state.theta
+            if own is not None and shared is not None:  # a site answers with what it keeps
+                theta = torch.where(shared.to(theta.device), theta, own)
+            weights = state.weights(held.features)
+            gates = sparsify(weights, self.method.selection)
+            losses = example_losses(compute.backbone, held.examples, compute.mixture(state.layout), theta, gates)
+            entropy = max(0.0, -(weights.clamp(min=1e-12).log() * weights).sum().item())
+            yield Answer(figures={"total": losses.sum().item(), "entropy": entropy, "count": len(held)})
+
+    def figures(self, asked: Asked) -> dict[str, Figure]:
+        most = self.method.config.federation.max_samples
+        return {
+            "total": Figure(float, 0, _MOST * most, summed=True),
+            "entropy": Figure(float, 0, _MOST * most, summed=True),
+            "count": Figure(int, 0, most, summed=True),
+        }
+
+    def read(self, asked: Asked, parts: dict[str, torch.Tensor], figures: Facts) -> Loss:
+        return Loss(figures["total"], figures["entropy"], int(figures["count"]))

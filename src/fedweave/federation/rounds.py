@@ -5,20 +5,22 @@ Lines 1 to 6 (discovery, alignment, initialisation) are a method's ``prepare``; 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
 from typing import TypeVar
 
 import numpy as np
 
 from fedweave.config import Config
 from fedweave.errors import UserError
-from fedweave.experts.dropout import stream_key
+from fedweave.federation.admission import Receipts, refusal
 from fedweave.federation.agreement import Agreement
 from fedweave.federation.client import Member
-from fedweave.federation.engine import Engine
-from fedweave.federation.intake import Intake, RoundReport
-from fedweave.methods.base import Method, ServerState
+from fedweave.federation.engines.base import Engine
+from fedweave.federation.method import Method
+from fedweave.federation.state import ServerState, broadcast
+from fedweave.federation.train import EXPERTS, ROUTER, Update
+from fedweave.streams import stream_key
 
 M = TypeVar("M", bound=Member)
 
@@ -32,7 +34,11 @@ def federate(
 ) -> ServerState:
     """Lines 7 to 15. ``after_round`` validates and saves; a run that resumes starts at a later round."""
     for t in rounds:
-        participants = sample_clients(engine.present(method, state), method.config, t)  # line 8: S_t
+        for newcomer in engine.newcomers():
+            if line := method.admit(engine, state, newcomer):
+                engine.welcome(newcomer)
+                engine.console.say(f"site {newcomer.name} joins with {len(newcomer.sizes)} buckets: {line}")
+        participants = sample_clients(engine.present(), method.config, t)  # line 8: S_t
         state, report = one_round(method, engine, state, participants, t)
         after_round(state, report)
     return state
@@ -43,21 +49,21 @@ def one_round(
 ) -> tuple[ServerState, RoundReport]:
     """Lines 9 to 14. A round in which too few answers can be used is repeated from the same state."""
     settings = method.config.federation
-    courier = method.courier(state)
     for attempt in range(1 + settings.repeats):
-        received = engine.broadcast_bytes(state, courier)
-        report = RoundReport(t, participants, Agreement(state.layout), bytes_down=received)
-        intake = Intake(method.config, courier, engine.identity, state, report)
-        answers = engine.answers(method, state, participants, t, courier)  # lines 9-13
-        moved = method.aggregate(state, intake.updates(answers, engine.console.warn))  # line 14
-        if len(report.accepted) >= settings.min_answers:
-            return replace(moved, norms=intake.remembered()), report
-        short = (
-            f"round {t + 1} got {len(report.accepted)} of the {settings.min_answers} usable answers that it needs"
-        )
+        question = broadcast(state, t)  # line 9
+        report = RoundReport(t, participants, Agreement(state.layout), Receipts(recent=state.norms))
+        needed = method.train.broadcast_size(state.layout, state.router)
+        report.bytes_down = question.size if engine.travels else needed
+        replies = engine.ask(method.train, participants, question, report.receipts)  # lines 10-13
+        moved = method.aggregate(engine, state, report.listen(replies))  # line 14
+        if len(report.receipts.accepted) >= settings.min_answers:
+            return replace(moved, norms=report.receipts.remembered()), report
+        got = len(report.receipts.accepted)
+        short = f"round {t + 1} got {got} of the {settings.min_answers} usable answers that it needs"
         if attempt < settings.repeats:
             engine.console.warn(f"{short}; it is repeated.")
-    why = f" ({report.sentence(*report.refused[-1])})" if report.refused else ""
+    refused = report.receipts.refused
+    why = f" ({refusal(refused[-1][0], method.train.name, t, refused[-1][1])})" if refused else ""
     raise UserError(
         f"{short}{why}; mend the clients or lower federation.min_answers. The last checkpoint is intact: continue "
         "with `fedweave resume`."
@@ -72,3 +78,31 @@ def sample_clients(clients: Sequence[M], config: Config, t: int) -> list[M]:
     rng = np.random.default_rng(stream_key("participants", config.seed, t))
     chosen = sorted(rng.permutation(len(clients))[:count])
     return [clients[i] for i in chosen]
+
+
+@dataclass
+class RoundReport:
+    """What a finished round leaves behind: figures, not vectors, so that memory does not grow with the clients."""
+
+    t: int
+    participants: Sequence[Member]
+    agreement: Agreement  # who pulls with the others
+    receipts: Receipts
+    losses: dict[str, float] = field(default_factory=dict)  # mean step loss of each accepted answer
+    tokens: int = 0
+    bytes_down: int = 0  # what each participant received
+
+    def __post_init__(self) -> None:
+        self.receipts.norms = {EXPERTS: [], ROUTER: []}  # remembered even where a method has no router
+
+    def listen(self, replies: Iterator[tuple[Member, Update]]) -> Iterator[Update]:
+        """Hand updates on, one by one, and take down what the report says of them."""
+        for member, update in replies:
+            self.losses[member.name] = float(np.mean(update.losses))
+            self.tokens += update.tokens
+            self.agreement.add(update)
+            yield update
+
+    @property
+    def train_loss(self) -> float:
+        return float(np.mean(list(self.losses.values())))

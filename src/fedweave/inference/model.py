@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -19,7 +18,8 @@ from fedweave.errors import UserError
 from fedweave.experts.mixture import Mixture
 from fedweave.inference.rows import Row, RunningBatch
 from fedweave.inference.sampling import Sampling
-from fedweave.router.mlp import RouterLayout, active_experts, sparsify, vote
+from fedweave.router.mlp import active_experts, sparsify
+from fedweave.router.routed import RoutedExperts
 
 
 @dataclass
@@ -37,38 +37,22 @@ class Answer:
 
 @dataclass
 class FedWeaveModel:
-    """Backbone, experts and router."""
+    """Backbone, experts and router; :func:`fedweave.load` makes one of a run or a bundle."""
 
     backbone: Backbone
     mixture: Mixture
-    theta: torch.Tensor  # [P]
-    router: RouterLayout | None
-    phi: torch.Tensor | None  # [R, Q]
-    shares: list[float]  # [R] how much each router counts
+    experts: RoutedExperts
 
-    @classmethod
-    def from_pretrained(
-        cls, folder: str | Path, *, last: bool = False, model: str | None = None, device: str = "auto"
-    ) -> FedWeaveModel:
-        """The model of a bundle, in a folder or at ``hf://owner/name``, or of a run's best round (with ``last`` its
-        last). ``model`` names the backbone when it lies elsewhere than where a bundle was trained."""
-        from fedweave.bundle import is_bundle, load_bundle
-        from fedweave.bundle.hub import fetch_bundle, hub_repository
-        from fedweave.runs.use import load_models
-
-        repository = hub_repository(folder)
-        folder = Path(folder) if repository is None else fetch_bundle(repository)
-        if is_bundle(folder):
-            return load_bundle(folder, model, device)
-        if model is not None:
-            raise UserError(f"{folder} is a run, whose config names its backbone; another is for bundles only.")
-        return load_models(folder, last, device)[1][0]
+    @property
+    def theta(self) -> torch.Tensor:
+        """[P] the experts."""
+        return self.experts.theta
 
     # ---------------------------------------------------------------------------------- routing
 
     def weights(self, features: torch.Tensor) -> torch.Tensor:
         """Soft router weights of cached features: [n, d] to [n, M] on the CPU."""
-        return vote(self.router, self.phi, self.shares, features)
+        return self.experts.weights(features)
 
     def route(self, prompts: Sequence[Prompt]) -> torch.Tensor:
         """Soft router weights of prompts, [n, M]."""

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 
 from fedweave.errors import UserError
-from fedweave.experts.dropout import stream_key
 from fedweave.settings import build, setting
+from fedweave.streams import stream_key
 
 _ONLY_SAMPLED = ("temperature", "top_k", "top_p", "min_p", "typical_p", "seed")
 

@@ -9,8 +9,8 @@ from functools import lru_cache
 import numpy as np
 import torch
 
-from fedweave.experts.dropout import DropoutKeys
 from fedweave.kernels import to_device
+from fedweave.kernels.dropout import DropoutKeys
 
 TILE = 64  # tokens of one block
 

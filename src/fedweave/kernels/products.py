@@ -9,8 +9,8 @@ from collections.abc import Sequence
 
 import torch
 
-from fedweave.experts.dropout import DropoutKeys, keep_mask
 from fedweave.kernels import fused
+from fedweave.kernels.dropout import DropoutKeys, keep_mask
 from fedweave.kernels.lanes import Lanes, Setting
 from fedweave.kernels.triton_products import launch_expand, launch_outer, launch_reduce, launch_reduce_back
 

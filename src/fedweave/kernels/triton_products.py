@@ -106,7 +106,7 @@ if triton is not None:
 
     @triton.jit
     def _mix(x):
-        """The 32-bit hash of experts/dropout.py."""
+        """The 32-bit hash of kernels/dropout.py."""
         x = x ^ (x >> 16)
         x = x * 0x7FEB352D
         x = x ^ (x >> 15)

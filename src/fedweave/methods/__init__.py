@@ -1,25 +1,12 @@
-"""Federated methods by name. A value is the module and class; nothing is imported until a run needs it."""
+"""FedWeave, its ablations, and the baselines: each a few steps and rules (:mod:`fedweave.federation.method`)."""
 
 from __future__ import annotations
 
 import importlib
-from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    from fedweave.config import Config
-    from fedweave.methods.base import Method
-
-METHODS = {
-    "fedweave": "fedweave.methods.fedweave:FedWeave",
-    "fedit": "fedweave.methods.single:FedIT",
-    "ffa-lora": "fedweave.methods.single:FFALoRA",
-    "fedsa-lora": "fedweave.methods.single:FedSALoRA",
-    "fedlease": "fedweave.methods.fedlease:FedLEASE",
-    "without-prototype-expert": "fedweave.methods.ablations:WithoutPrototypeExpert",
-    "without-client-router": "fedweave.methods.ablations:WithoutClientRouter",
-    "oracle": "fedweave.methods.ablations:Oracle",
-    "local-only": "fedweave.methods.single:LocalOnly",
-}
+from fedweave.config import Config
+from fedweave.federation.method import Method
+from fedweave.registry import METHODS
 
 
 def method_class(name: str) -> type[Method]:

@@ -8,46 +8,68 @@ that granularity is all that differs.)
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import replace
 
 import torch
 
 from fedweave.aggregation.rules import ClientAverage, ExpertAverage
-from fedweave.discovery.clusterers import Buckets
-from fedweave.federation.client import Client, Update
-from fedweave.federation.engine import Engine, InProcessEngine
-from fedweave.methods.base import Method, ServerState
-from fedweave.methods.fedweave import FedWeave
+from fedweave.alignment.align import align
+from fedweave.config import Config
+from fedweave.federation.client import Client, Member
+from fedweave.federation.engines.base import Engine
+from fedweave.federation.method import Method, Payload, Sizes
+from fedweave.federation.state import ServerState
+from fedweave.federation.steps import Step
+from fedweave.federation.train import Update
+from fedweave.methods.preparation import (
+    Align,
+    admit_by_signature,
+    continue_experts,
+    mixture_payload,
+    prepare_experts,
+)
+from fedweave.methods.prototypes import Discover, StartExperts
+from fedweave.router.routed import RoutedExperts
 from fedweave.training.batch import Lane
 
 
-class FedLEASE(FedWeave):
+class FedLEASE(Method):
     summary = "baseline: one expert and one router per cluster of clients"
     own_routing = "soft"  # experts are trained side by side with the frozen others, and used so
+    discovers = True
 
-    def find_buckets(self, bench: InProcessEngine, clients: Sequence[Client]) -> list[Buckets]:
-        return Method.find_buckets(self, bench, clients)
+    def __init__(self, config: Config):
+        super().__init__(config)
+        self.discover = Discover(self)
+        self.start = StartExperts(self.discover)
+        self.align: Align = align
 
-    def prepare(self, engine: Engine) -> ServerState:
-        state = super().prepare(engine)
+    def steps(self) -> list[Step]:
+        return [self.discover, self.start, *super().steps()]
+
+    def prepare(self, engine: Engine, start: RoutedExperts | None = None) -> ServerState:
+        if start is not None:
+            return continue_experts(engine, self.discover, start)
+        # within a cluster there is only one label to learn: no warm start
+        state = prepare_experts(engine, self.discover, self.start, self.align, warm=None)
         assert state.phi is not None
         sizes = [0.0] * state.layout.experts
-        for client in engine.clients:
-            sizes[client.assignment[0]] += len(client)
+        for member in engine.members:
+            sizes[member.assignment[0]] += len(member)
         shares = [size / sum(sizes) for size in sizes]
         return replace(state, phi=state.phi.repeat(state.layout.experts, 1), shares=shares)
 
-    def warm_start_rounds(self, experts: int) -> int:
-        return 0  # within a cluster there is only one label to learn
+    def admit(self, engine: Engine, state: ServerState, newcomer: Member) -> str:
+        return admit_by_signature(engine, self.discover, state, newcomer)
 
-    def lane(self, client: Client, state: ServerState, t: int) -> Lane:
+    def lane(self, client: Client, state: RoutedExperts, t: int) -> Lane:
         assert state.phi is not None
         cluster = client.assignment[0]
         lane = super().lane(client, state, t)
         return replace(lane, phi=state.phi[cluster], trainable=state.layout.expert_of_column == cluster)
 
-    def aggregate(self, state: ServerState, updates: Iterable[Update]) -> ServerState:
+    def aggregate(self, engine: Engine, state: ServerState, updates: Iterable[Update]) -> ServerState:
         assert state.phi is not None and state.router is not None
         device = state.theta.device
         experts = ExpertAverage(state.layout, device)
@@ -58,3 +80,8 @@ class FedLEASE(FedWeave):
             routers[int(update.counts.argmax())].add(update.delta_phi, update.samples)
         phi = torch.stack([old + average.step() for old, average in zip(state.phi, routers, strict=True)])
         return replace(state, theta=state.theta + experts.step(), phi=phi)
+
+    @classmethod
+    def payload(cls, sizes: Sizes) -> Payload:
+        """A client trains and sends its cluster's expert and router alone."""
+        return mixture_payload(sizes, up_experts=1, routers=sizes.experts.experts)

@@ -12,114 +12,145 @@ from dataclasses import replace
 import torch
 
 from fedweave.aggregation.rules import ClientAverage
-from fedweave.errors import UserError
+from fedweave.config import Config
 from fedweave.experts.layout import AdapterLayout
-from fedweave.federation.client import Client, Update
-from fedweave.federation.engine import Engine
-from fedweave.methods.base import Method, Served, ServerState
+from fedweave.federation.admission import Receipts
+from fedweave.federation.client import OWN, Client, Member
+from fedweave.federation.engines.base import Engine
+from fedweave.federation.message import Message
+from fedweave.federation.method import Method, Payload, Sizes
+from fedweave.federation.state import ServerState
+from fedweave.federation.steps import Step
+from fedweave.federation.train import Update
+from fedweave.methods.preparation import discover_units
+from fedweave.methods.prototypes import Discover
+from fedweave.router.routed import RoutedExperts
 from fedweave.training.batch import Lane
-from fedweave.training.lockstep import LaneResult
 
 
-class FedIT(Method):
+class SingleAdapter(Method):
+    """One adapter, no router; a client is one bucket, and tells only how many examples it has."""
+
+    def __init__(self, config: Config):
+        super().__init__(config)
+        self.discover = Discover(self, signed=False)
+
+    def steps(self) -> list[Step]:
+        return [self.discover, *super().steps()]
+
+    def prepare(self, engine: Engine, start: RoutedExperts | None = None) -> ServerState:
+        layout = start.layout if start else engine.layout(self.config.experts.single_rank, experts=1)
+        theta = start.theta if start else layout.initial(self.config.seed)
+        discover_units(engine, self.discover, Receipts())
+        for member in engine.members:
+            member.assignment = [0]
+        report = {"experts": 1, "client_samples": [len(member) for member in engine.members]}
+        return ServerState(layout, None, theta.to(engine.device), None, report=report)
+
+    def admit(self, engine: Engine, state: ServerState, newcomer: Member) -> str:
+        for _, told in engine.ask(self.discover, [newcomer], Message()):
+            newcomer.learn(told.sizes, told.note)
+            newcomer.assignment = [0]
+            return "bucket 0 → expert 0"
+        return ""
+
+    @classmethod
+    def payload(cls, sizes: Sizes) -> Payload:
+        return single_payload(sizes.single, sizes.single.size, sizes.single.size)
+
+
+def single_payload(layout: AdapterLayout, trained: int, sent: int) -> Payload:
+    return Payload(layout.rank, experts=1, routers=0, trainable=trained, up=sent, down=sent)
+
+
+class FedIT(SingleAdapter):
     summary = "baseline: one shared LoRA, both factors averaged by sample count"
 
-    def prepare(self, engine: Engine) -> ServerState:
-        layout = engine.layout(self.config.experts.single_rank, experts=1)
-        return self.restart(engine, ServerState(layout, None, layout.initial(self.config.seed), None))
 
-    def restart(self, engine: Engine, start: ServerState) -> ServerState:
-        engine.prototypes(self)
-        samples = [len(client) for client in engine.clients]
-        report = {"experts": 1, "client_samples": samples}
-        return replace(start, theta=start.theta.to(engine.device), report=report)
-
-
-class FFALoRA(FedIT):
+class FFALoRA(SingleAdapter):
     summary = "baseline: A frozen at a common random start, B trained and averaged"
 
-    def lane(self, client: Client, state: ServerState, t: int) -> Lane:
+    def lane(self, client: Client, state: RoutedExperts, t: int) -> Lane:
         return replace(super().lane(client, state, t), trainable=state.layout.is_b)
 
     def shared(self, layout: AdapterLayout) -> torch.Tensor:
         return layout.is_b
 
+    @classmethod
+    def payload(cls, sizes: Sizes) -> Payload:
+        b = sizes.single.signature_size
+        return single_payload(sizes.single, b, b)
 
-class _OwnParameters(FedIT):
-    """Row i of ``private`` is what client i keeps to itself. In a real federation there are no rows: a site has its
-    own, adds to it what its update keeps, and the server sees neither."""
 
-    def restart(self, engine: Engine, start: ServerState) -> ServerState:
-        state = super().restart(engine, start)
-        return replace(state, private=engine.private(state.theta))
+class _OwnParameters(SingleAdapter):
+    """Clients keep some columns in their memory. Where the server plays the clients, ``ServerState.private`` has a
+    row of each, for evaluation; in a real federation nobody but the site has them."""
 
-    def is_whole(self, state: ServerState) -> bool:
-        return state.private is not None
+    def prepare(self, engine: Engine, start: RoutedExperts | None = None) -> ServerState:
+        state = super().prepare(engine, start)
+        engine.entrust(OWN, state.theta)
+        return replace(state, private=engine.kept(OWN))
 
-    def served(self, state: ServerState) -> list[Served]:
-        if not self.is_whole(state):
-            raise UserError(
-                f"{self.config.method} leaves parameters at its sites: this server has no whole model to use."
-            )
-        return super().served(state)
-
-    def own(self, client: Client, state: ServerState) -> torch.Tensor:
+    def own(self, client: Client, state: RoutedExperts) -> torch.Tensor:
         """[P] what the client has kept so far."""
-        if state.private is not None:
-            return state.private[client.index]
-        if client.own is None:
-            client.own = state.layout.initial(self.config.seed).to(state.theta)
-        return client.own
+        if client.memory.get(OWN) is None:
+            client.memory.start(OWN, state.layout.initial(self.config.seed).to(state.theta))
+        own = client.memory.get(OWN)
+        assert own is not None
+        return own
 
-    def update(self, client: Client, state: ServerState, result: LaneResult) -> Update:
-        return replace(super().update(client, state, result), kept=result.delta_theta)
+    def served(self, state: ServerState) -> list[RoutedExperts]:
+        return [] if state.private is None else super().served(state)
 
 
 class FedSALoRA(_OwnParameters):
     summary = "baseline: A averaged, every client keeps its own B"
 
-    def lane(self, client: Client, state: ServerState, t: int) -> Lane:
+    def lane(self, client: Client, state: RoutedExperts, t: int) -> Lane:
         own = torch.where(state.layout.is_b.to(state.theta.device), self.own(client, state), state.theta)
         return replace(super().lane(client, state, t), theta=own)
 
     def shared(self, layout: AdapterLayout) -> torch.Tensor:
         return ~layout.is_b
 
-    def aggregate(self, state: ServerState, updates: Iterable[Update]) -> ServerState:
+    def aggregate(self, engine: Engine, state: ServerState, updates: Iterable[Update]) -> ServerState:
         """A moves by the weighted mean; B moves at home. For global evaluation θ carries the mean of all B, where
         the server has them."""
-        is_b = state.layout.is_b.to(state.theta.device)
-        private = state.private.clone() if state.private is not None else None
         shared = ClientAverage(state.layout.size, state.theta.device)
         for update in updates:
-            if private is not None and update.kept is not None:
-                private[update.client] += torch.where(is_b, update.kept, 0.0)
-            shared.add(torch.where(is_b, 0.0, update.delta_theta), update.samples)
+            shared.add(update.delta_theta, update.samples)
+        theta, private = state.theta + shared.step(), engine.kept(OWN)
         if private is None:
-            return replace(state, theta=state.theta + shared.step())
+            return replace(state, theta=theta)
         weights = torch.tensor(state.report["client_samples"], device=private.device, dtype=private.dtype)
         mean_b = (weights[:, None] * private).sum(0) / weights.sum()
-        return replace(state, theta=torch.where(is_b, mean_b, state.theta + shared.step()), private=private)
+        is_b = state.layout.is_b.to(theta.device)
+        return replace(state, theta=torch.where(is_b, mean_b, theta), private=private)
+
+    @classmethod
+    def payload(cls, sizes: Sizes) -> Payload:
+        return single_payload(sizes.single, sizes.single.size, sizes.single.size - sizes.single.signature_size)
 
 
 class LocalOnly(_OwnParameters):
     summary = "reference: every client trains alone; figures are the mean over clients"
 
-    def lane(self, client: Client, state: ServerState, t: int) -> Lane:
+    def lane(self, client: Client, state: RoutedExperts, t: int) -> Lane:
         return replace(super().lane(client, state, t), theta=self.own(client, state))
 
     def shared(self, layout: AdapterLayout) -> torch.Tensor:
         return torch.zeros(layout.size, dtype=torch.bool)
 
-    def aggregate(self, state: ServerState, updates: Iterable[Update]) -> ServerState:
+    def aggregate(self, engine: Engine, state: ServerState, updates: Iterable[Update]) -> ServerState:
         """Nothing is communicated: each client keeps what it learned."""
-        private = state.private.clone() if state.private is not None else None
-        for update in updates:
-            if private is not None and update.kept is not None:
-                private[update.client] += update.kept
-        return replace(state, private=private)
+        for _ in updates:
+            pass
+        return replace(state, private=engine.kept(OWN))
 
-    def served(self, state: ServerState) -> list[Served]:
-        super().served(state)
-        assert state.private is not None
-        return [Served(own, None, [1.0]) for own in state.private]
+    def served(self, state: ServerState) -> list[RoutedExperts]:
+        own = [] if state.private is None else list(state.private)
+        return [RoutedExperts(state.layout, None, theta, None) for theta in own]
+
+    @classmethod
+    def payload(cls, sizes: Sizes) -> Payload:
+        return single_payload(sizes.single, sizes.single.size, 0)

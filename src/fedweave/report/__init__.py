@@ -23,7 +23,7 @@ def write_report(paths: Sequence[Path], output: Path | None = None) -> tuple[Pat
     require_matplotlib()
     from jinja2 import Environment
 
-    from fedweave.federation.checkpoint import write_atomic
+    from fedweave.files import write_atomic
     from fedweave.report.sections import all_sections, cards, lead_run
 
     if output is None and len(paths) > 1:

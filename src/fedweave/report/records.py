@@ -17,6 +17,7 @@ import yaml
 
 from fedweave.errors import UserError
 from fedweave.runs.live import read_progress
+from fedweave.settings import flatten
 
 # Keys that never make two runs different experiments.
 _SAME = ("output", "seed", "loggers", "evaluation.batch_size", "training.clients_per_step", "backbone.device")
@@ -238,13 +239,6 @@ def group_runs(runs: Sequence[RunRecord]) -> list[Group]:
         Group(_label(differing, values) or found[0].method, sorted(found, key=lambda r: r.seed))
         for values, found in members.items()
     ]
-
-
-def flatten(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    flat: dict[str, Any] = {}
-    for key, value in tree.items():
-        flat |= flatten(value, f"{prefix}{key}.") if isinstance(value, dict) else {f"{prefix}{key}": value}
-    return flat
 
 
 def _label(keys: Sequence[str], values: Sequence[str]) -> str:

@@ -6,7 +6,6 @@ Like the experts it is a flat vector, so that K clients' routers are one [K, Q] 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -84,18 +83,6 @@ def active_experts(routing: str) -> int | None:
     if not routing.startswith("top") or not count.isdecimal() or int(count) < 1:
         raise UserError(f"routing={routing!r} is unknown; use sparse, soft, or topK as in top2.")
     return int(count)
-
-
-def vote(
-    router: RouterLayout | None, phi: torch.Tensor | None, shares: Sequence[float], features: torch.Tensor
-) -> torch.Tensor:
-    """Soft weights of several routers together: φ [R, Q], shares [R] and features [n, d] to [n, M] on the CPU."""
-    if router is None or phi is None:
-        return torch.ones(len(features), 1)
-    with torch.no_grad():
-        inputs = features.to(phi)
-        votes = [share * router.route(one, inputs) for one, share in zip(phi, shares, strict=True)]
-        return torch.stack(votes).sum(0).cpu()
 
 
 def sparsify(weights: torch.Tensor, routing: str) -> torch.Tensor:

@@ -12,21 +12,20 @@ are linked by no chain of clients, everybody learns over all.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import torch
 import torch.nn.functional as F
 
-from fedweave.aggregation.rules import ClientAverage
 from fedweave.config import WarmStartConfig
-from fedweave.experts.dropout import stream_key
 from fedweave.router.mlp import RouterLayout
+from fedweave.streams import stream_key
 
 
 @dataclass
-class Pupil:
+class LabelledFeatures:
     """What one client's router learns from."""
 
     features: torch.Tensor  # [n, d]
@@ -48,19 +47,19 @@ def contrast_of(assignments: Sequence[Sequence[int]], experts: int, asked: str =
 def warm_start_clients(
     layout: RouterLayout,
     phi: torch.Tensor,  # [Q] broadcast state
-    pupils: Sequence[Pupil],
+    clients: Sequence[LabelledFeatures],
     config: WarmStartConfig,
     contrast: str,  # own or all
 ) -> torch.Tensor:
     """Δφ [K, Q] of K clients, each after ``config.steps`` steps of cross-entropy on its own alignment labels. They
     march together: everything is a row of its own, so none sees the others."""
-    device, count = phi.device, len(pupils)
-    features = torch.cat([p.features for p in pupils]).to(device)
-    experts = torch.cat([p.experts for p in pupils]).to(device)
-    index, weight = _batches([len(p.features) for p in pupils], [p.key for p in pupils], config)
+    device, count = phi.device, len(clients)
+    features = torch.cat([p.features for p in clients]).to(device)
+    experts = torch.cat([p.experts for p in clients]).to(device)
+    index, weight = _batches([len(p.features) for p in clients], [p.key for p in clients], config)
     absent = None
     if contrast == "own":
-        own = [torch.bincount(p.experts, minlength=layout.experts) for p in pupils]
+        own = [torch.bincount(p.experts, minlength=layout.experts) for p in clients]
         absent = (torch.stack(own) == 0)[:, None].to(device)  # [K, 1, M]
     local = phi.repeat(count, 1).requires_grad_()  # [K, Q]
     optimiser = torch.optim.AdamW([local], lr=config.lr, weight_decay=0.0)
@@ -92,18 +91,3 @@ def _batches(
         weight[:, k, :batch] = 1 / batch
         first += size
     return torch.from_numpy(index), torch.from_numpy(weight)
-
-
-def warm_start(
-    layout: RouterLayout,
-    phi: torch.Tensor,
-    rounds: int,
-    updates: Callable[[torch.Tensor, int], Iterable[tuple[torch.Tensor, int]]],  # (φ, t) to all (Δφ, |D_i|)
-) -> torch.Tensor:
-    """The federated warm start: local steps and a sample-weighted average, ``rounds`` times."""
-    for t in range(rounds):
-        average = ClientAverage(layout.size, phi.device)
-        for delta, samples in updates(phi, t):
-            average.add(delta, samples)
-        phi = phi + average.step()
-    return phi

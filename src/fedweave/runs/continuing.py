@@ -7,13 +7,15 @@ from pathlib import Path
 from fedweave.backbone.load import Backbone
 from fedweave.config import Config
 from fedweave.errors import UserError
-from fedweave.methods.base import ServerState
+from fedweave.router.routed import RoutedExperts
 
 
-def initial_state(config: Config, backbone: Backbone) -> ServerState:
-    """The bundle's state, once method, backbone and shapes are those of the config."""
-    from fedweave.bundle.load import read_state, verify_bundle
+def initial_state(config: Config, backbone: Backbone) -> RoutedExperts | None:
+    """The bundle's state, once method, backbone and shapes are those of the config; None without a bundle."""
+    from fedweave.bundle.load import read_experts, verify_bundle
 
+    if config.init is None:
+        return None
     folder = Path(str(config.init)).expanduser()
     description = verify_bundle(folder)
     rank = "experts.single_rank" if description["router"] is None else "experts.rank"
@@ -29,5 +31,4 @@ def initial_state(config: Config, backbone: Backbone) -> ServerState:
             value = f"[{','.join(found)}]" if isinstance(found, list) else f"{found}"
             raise UserError(f"init={config.init} does not fit {key}={asked}; set {key}={value}, as in the bundle.")
     layers = backbone.linear_layers(config.experts.target_modules)
-    layout, theta, router, phi = read_state(folder, description, backbone, layers)
-    return ServerState(layout, router, theta, phi, description["shares"])
+    return read_experts(folder, description, backbone, layers)

@@ -9,8 +9,8 @@ from typing import Any
 from fedweave.config import Config, dump_config
 from fedweave.console import Console
 from fedweave.errors import UserError
-from fedweave.federation.checkpoint import write_atomic
-from fedweave.federation.flower.tasks import Runtime
+from fedweave.federation.engines.flower.tasks import Runtime
+from fedweave.files import write_atomic
 from fedweave.methods import build_method
 from fedweave.runs.folder import RunFolder
 
@@ -49,9 +49,9 @@ def _execute(run: RunFolder, config: Config, runtime: Runtime, console: Console)
     import httpx
     from flwr.supercore.run import RunNotRunningException
 
-    from fedweave.federation.flower.launch import submit
-    from fedweave.federation.flower.switches import hush
-    from fedweave.federation.flower.tasks import server_task
+    from fedweave.federation.engines.flower.launch import submit
+    from fedweave.federation.engines.flower.switches import hush
+    from fedweave.federation.engines.flower.tasks import server_task
     from fedweave.runs.federated import federate_over, load_test
 
     hush()

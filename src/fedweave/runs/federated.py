@@ -20,11 +20,11 @@ from fedweave.console import Console
 from fedweave.data.examples import Example, Task
 from fedweave.data.jsonl import read_examples
 from fedweave.errors import UserError
-from fedweave.federation.engine import InProcessEngine
+from fedweave.federation.engines.flower.engine import FlowerEngine, public
+from fedweave.federation.engines.in_process import InProcessEngine
 from fedweave.federation.evaluate import Loss
-from fedweave.federation.flower.engine import FlowerEngine, public
+from fedweave.federation.state import ServerState, broadcast
 from fedweave.methods import build_method
-from fedweave.methods.base import ServerState
 from fedweave.runs.folder import Progress, RunFolder
 from fedweave.runs.run import carry_out
 from fedweave.runs.summary import Tester, summarise
@@ -58,7 +58,7 @@ def federate_over(
         raise UserError(
             f"the server's {tester.backbone.name} is not the sites' model; name the same files in backbone.model."
         )
-    return carry_out(run, Sites(config, engine, tester), console, started)
+    return carry_out(run, SitesRun(config, engine, tester), console, started)
 
 
 @dataclass
@@ -71,8 +71,8 @@ class Described:
     note: str = ""
 
 
-class Sites:
-    """The ground of a run whose clients are elsewhere."""
+class SitesRun:
+    """The context of a run whose clients are elsewhere."""
 
     def __init__(self, config: Config, engine: FlowerEngine, tester: Tester | None):
         self.config, self.engine, self.tester = config, engine, tester
@@ -80,7 +80,10 @@ class Sites:
 
     def validate(self, state: ServerState, completed: int) -> dict[str, Any]:
         """Every site's loss on its own examples, and their mean over all examples."""
-        losses = self.engine.losses(state, completed)
+        asked = self.engine.ask(
+            build_method(self.config).evaluate, self.engine.members, broadcast(state, completed)
+        )
+        losses = {site.name: loss for site, loss in asked if loss.count}
         total = sum(losses.values(), Loss())
         if not losses:
             self.engine.console.warn("no site measured a validation loss; the last round counts as the best.")
@@ -97,7 +100,7 @@ class Sites:
         return None
 
     def summarise(self, run: RunFolder, progress: Progress, console: Console) -> dict[str, Any]:
-        tester = self.tester if build_method(self.config).is_whole(progress.state) else None
+        tester = self.tester if build_method(self.config).served(progress.state) else None
         return summarise(run, self, tester, progress, console)
 
     def close(self) -> None:

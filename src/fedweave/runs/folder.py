@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -16,22 +15,22 @@ from fedweave.backbone.load import Backbone
 from fedweave.config import Config, dump_config, load_config
 from fedweave.console import Console
 from fedweave.errors import UserError
-from fedweave.experts.layout import AdapterLayout
+from fedweave.experts.layout import AdapterLayout, Shaped
 from fedweave.federation.checkpoint import (
     load_checkpoint,
     prune,
     round_checkpoints,
     round_name,
     save_checkpoint,
-    write_atomic,
 )
-from fedweave.methods.base import ServerState
+from fedweave.federation.state import ServerState
+from fedweave.files import atomic_folder, write_atomic
 from fedweave.router.mlp import RouterLayout
 from fedweave.runs.loggers import Loggers
-from fedweave.settings import to_tree
+from fedweave.settings import flatten, to_tree
 
 if TYPE_CHECKING:
-    from fedweave.runs.run import Ground
+    from fedweave.runs.run import RunContext
 
 # Keys that a resumed run may change: they do not alter what was already computed.
 FREE_KEYS = (
@@ -76,13 +75,12 @@ class RunFolder:
     @classmethod
     def create(cls, path: Path, config: Config, manifest: dict[str, Any]) -> RunFolder:
         """Make the folder with its config and manifest, whole or not at all; every check has passed by now."""
-        partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
         try:
-            partial.mkdir(parents=True)
-            write_atomic(partial / "manifest.json", json.dumps(manifest, indent=1, ensure_ascii=False))
-            write_atomic(partial / "config.yaml", dump_config(config))
-            (partial / "metrics.jsonl").touch()
-            partial.rename(path)
+            with atomic_folder(path, shared=True) as partial:
+                text = json.dumps(manifest, indent=1, ensure_ascii=False)
+                (partial / "manifest.json").write_text(text, encoding="utf-8")
+                (partial / "config.yaml").write_text(dump_config(config), encoding="utf-8")
+                (partial / "metrics.jsonl").touch()
         except FileExistsError:
             raise UserError(
                 f"the run folder {path} exists; continue it with `fedweave resume {path}` or choose another output."
@@ -127,14 +125,14 @@ class RunFolder:
 
     # ---------------------------------------------------------------------------------- checkpoints
 
-    def save(self, ground: Ground, progress: Progress) -> None:
+    def save(self, context: RunContext, progress: Progress) -> None:
         """Everything that resuming needs. The best state rides along only while it is not the current one."""
         state, best = progress.state, progress.best
         tensors = state.tensors()
         if progress.best_round != progress.completed:
             moved = {name: tensor for name, tensor in best.tensors().items() if tensor is not tensors.get(name)}
             tensors |= {f"best_{name}": tensor for name, tensor in moved.items()}
-        tensors |= ground.engine.memories()
+        tensors |= context.engine.memories()
         meta = {
             "completed": progress.completed,
             "best_round": progress.best_round,
@@ -146,10 +144,10 @@ class RunFolder:
             "shares": state.shares,
             "norms": state.norms,
             "report": state.report,
-            "clients": [client.record() for client in ground.engine.clients],
+            "clients": [client.record() for client in context.engine.members],
             "metrics_bytes": self.metrics.stat().st_size,
-            "config": config_hash(ground.config),
-            "backbone": ground.backbone.fingerprint,
+            "config": config_hash(context.config),
+            "backbone": context.backbone.fingerprint,
         }
         save_checkpoint(self.checkpoints, round_name(progress.completed), tensors, meta)
         prune(self.checkpoints, keep={round_name(0)})
@@ -165,18 +163,18 @@ class RunFolder:
     def newest(self, console: Console) -> Snapshot | None:
         return next(self.snapshots(console), None)
 
-    def load(self, ground: Ground, console: Console) -> Progress | None:
-        """Put the newest checkpoint back onto the ground, to go on from there; None when there is none yet."""
+    def load(self, context: RunContext, console: Console) -> Progress | None:
+        """Put the newest checkpoint back onto the context, to go on from there; None when there is none yet."""
         snapshot = self.newest(console)
         if snapshot is None:
             _truncate(self.metrics, 0)  # killed before the first checkpoint: begin again
             return None
-        snapshot.check(ground.config, ground.backbone)
+        snapshot.check(context.config, context.backbone)
         meta = snapshot.meta
         _truncate(self.metrics, meta["metrics_bytes"])
-        ground.engine.restore(meta["clients"], snapshot.tensors)
-        state = snapshot.state(ground.engine.layers, ground.backbone.device)
-        best = snapshot.best(ground.engine.layers, ground.backbone.device)
+        context.engine.restore(meta["clients"], snapshot.tensors)
+        state = snapshot.state(context.engine.layers, context.backbone.device)
+        best = snapshot.best(context.engine.layers, context.backbone.device)
         if meta["best_round"] == meta["completed"]:
             best = state
         return Progress(state, meta["completed"], best, meta["best_round"], meta["best_loss"], meta["seconds"])
@@ -200,7 +198,7 @@ class Snapshot:
                 f"{backbone.name} as loaded now; use the one of the run."
             )
 
-    def state(self, layers: dict[str, torch.nn.Linear], device: torch.device, prefix: str = "") -> ServerState:
+    def state(self, layers: Mapping[str, Shaped], device: torch.device, prefix: str = "") -> ServerState:
         """The last round's state."""
         names = ("theta", "phi", "private", "signatures")  # what the best round has in common is there once
         parts = {name: self.tensors.get(f"{prefix}{name}", self.tensors.get(name)) for name in names}
@@ -218,7 +216,7 @@ class Snapshot:
             report=meta["report"],
         )
 
-    def best(self, layers: dict[str, torch.nn.Linear], device: torch.device) -> ServerState:
+    def best(self, layers: Mapping[str, Shaped], device: torch.device) -> ServerState:
         """The state of the best round so far."""
         return self.state(layers, device, "best_" if self.meta["best_round"] != self.meta["completed"] else "")
 
@@ -226,20 +224,13 @@ class Snapshot:
 def config_hash(config: Config) -> str:
     """A hash over the keys that decide results, where they differ from their defaults: a key that a later version
     adds leaves the runs of an earlier one alone."""
+    defaults = flatten(to_tree(Config()))
     changed = {
         key: value
-        for (key, value), (_, default) in zip(_leaves(to_tree(config)), _leaves(to_tree(Config())), strict=True)
-        if value != default and not any(key == free or key.startswith(f"{free}.") for free in FREE_KEYS)
+        for key, value in flatten(to_tree(config)).items()
+        if value != defaults[key] and not any(key == free or key.startswith(f"{free}.") for free in FREE_KEYS)
     }
     return hashlib.sha256(json.dumps(changed, sort_keys=True).encode()).hexdigest()[:32]
-
-
-def _leaves(tree: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    for key, value in tree.items():
-        if isinstance(value, dict):
-            yield from _leaves(value, f"{prefix}{key}.")
-        else:
-            yield f"{prefix}{key}", value
 
 
 def _truncate(path: Path, size: int) -> None:

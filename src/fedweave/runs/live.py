@@ -13,6 +13,8 @@ import time
 from pathlib import Path
 from typing import Any
 
+from fedweave.files import write_if_possible
+
 NAME = "progress.json"
 _PAUSE = 1.0  # seconds between two writes
 
@@ -60,12 +62,7 @@ class LiveProgress:
             "rounds": self.rounds,
             "round_seconds": self.round_seconds,
         }
-        partial = self.path.with_name(f".{NAME}.partial")
-        try:
-            partial.write_text(json.dumps(content), encoding="utf-8")
-            os.replace(partial, self.path)
-        except OSError:  # a full disk will be reported by what matters
-            partial.unlink(missing_ok=True)
+        write_if_possible(self.path, json.dumps(content))  # a full disk will be reported by what matters
 
 
 def read_progress(folder: Path) -> dict[str, Any]:

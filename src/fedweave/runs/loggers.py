@@ -20,8 +20,8 @@ from typing import Any, Protocol
 from fedweave.config import Config
 from fedweave.console import Console
 from fedweave.errors import UserError, first_line
-from fedweave.federation.checkpoint import write_atomic
-from fedweave.settings import to_tree
+from fedweave.files import write_atomic
+from fedweave.settings import flatten, to_tree
 
 PROJECT = "fedweave"
 _MANY_CLIENTS = 50  # beyond that a curve per client helps nobody
@@ -89,7 +89,7 @@ class MLflow:
         self.client = MlflowClient(os.environ.get("MLFLOW_TRACKING_URI", local))
         self.run = _remembered(folder, "mlflow", lambda: self._create(folder.name))
         known = self.client.get_run(self.run).data.params
-        params = {k: str(v)[:500] for k, v in _flat(to_tree(config)).items()}
+        params = {k: str(v)[:500] for k, v in flatten(to_tree(config)).items()}
         self.client.log_batch(self.run, params=[Param(k, v) for k, v in params.items() if k not in known])
 
     def _create(self, name: str) -> str:
@@ -206,13 +206,6 @@ def scalars(event: str, values: dict[str, Any]) -> dict[str, float]:
 def _clean(values: dict[str, float]) -> dict[str, float]:
     """Client names are file names and may hold what MLflow refuses."""
     return {re.sub(r"[^\w\-. /]", "_", name): float(value) for name, value in values.items()}
-
-
-def _flat(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    flat: dict[str, Any] = {}
-    for name, value in tree.items():
-        flat |= _flat(value, f"{prefix}{name}.") if isinstance(value, dict) else {f"{prefix}{name}": value}
-    return flat
 
 
 def _remembered(folder: Path, name: str, make: Any) -> str:

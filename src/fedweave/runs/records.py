@@ -12,9 +12,9 @@ import numpy as np
 import torch
 
 from fedweave.evaluation.audit import alignment_audit, per_task
-from fedweave.experts.dropout import stream_key
-from fedweave.federation.intake import RoundReport
+from fedweave.federation.rounds import RoundReport
 from fedweave.runs.workspace import TestSet, Workspace
+from fedweave.streams import stream_key
 
 MAPPED = 1000  # prompts on the map
 AXES = 16  # principal axes kept of each
@@ -22,15 +22,15 @@ AXES = 16  # principal axes kept of each
 
 def round_record(report: RoundReport) -> dict[str, Any]:
     """One round: losses, tokens, upload, and how each client agreed with the others."""
-    cosines = report.agreement.cosines() if report.agreement else {}
+    cosines, receipts = report.agreement.cosines(), report.receipts
     names = {client.index: client.name for client in report.participants}
     return {
         "train_loss": report.train_loss,
         "tokens": report.tokens,
         "participants": list(names.values()),
-        "refused": [{"client": name, "reason": reason} for name, reason in report.refused],
-        "clipped": report.clipped,
-        "bytes_up": report.bytes_up,  # by client
+        "refused": [{"client": name, "reason": reason} for name, reason in receipts.refused],
+        "clipped": receipts.clipped,
+        "bytes_up": receipts.bytes_up,  # by client
         "bytes_down": report.bytes_down,  # each participant
         "client_losses": dict(sorted(report.losses.items())),
         "agreement": {names[index]: cosine for index, cosine in cosines.items()},
@@ -53,7 +53,7 @@ def validation_record(losses: torch.Tensor, weights: torch.Tensor, held: TestSet
 
 def label_record(workspace: Workspace) -> dict[str, Any]:
     """What only labels can tell, for discovery.json: every bucket's tasks, and how buckets and experts met them."""
-    clients, labels = workspace.engine.clients, workspace.client_labels
+    clients, labels = workspace.engine.members, workspace.client_labels
     record: dict[str, Any] = {
         "bucket_tasks": {
             c.name: [dict(Counter(truth[i] for i in bucket)) for bucket in c.buckets]
@@ -71,7 +71,7 @@ def prompt_map(workspace: Workspace) -> dict[str, Any]:
     Features are standardised channel by channel, as discovery does within a client. One small eigenproblem; a
     picture is made of it only when somebody asks for a report.
     """
-    clients = workspace.engine.clients
+    clients = workspace.engine.members
     rows = [(i, j) for i, client in enumerate(clients) for j in range(len(client))]
     rng = np.random.default_rng(stream_key("prompt map", workspace.config.seed))
     chosen = sorted(rng.permutation(len(rows))[:MAPPED].tolist())

@@ -14,13 +14,11 @@ from fedweave.config import Config, dump_config
 from fedweave.console import Console
 from fedweave.errors import UserError
 from fedweave.evaluation.losses import example_losses
-from fedweave.federation.checkpoint import write_atomic
-from fedweave.federation.distributed import world
-from fedweave.federation.engine import InProcessEngine
-from fedweave.federation.intake import RoundReport
-from fedweave.federation.rounds import federate
+from fedweave.federation.engines.distributed import world
+from fedweave.federation.rounds import RoundReport, federate
+from fedweave.federation.state import ServerState
+from fedweave.files import write_atomic
 from fedweave.methods import build_method
-from fedweave.methods.base import ServerState
 from fedweave.router.mlp import sparsify
 from fedweave.runs.continuing import initial_state
 from fedweave.runs.folder import Progress, RunFolder
@@ -44,8 +42,7 @@ def start(config: Config, output: Path, console: Console, kept: Kept | None = No
         )
     require_loggers(config.loggers)
     prepared = prepare(config, console, kept)
-    if config.init:
-        initial_state(config, prepared.backbone)  # a bundle that does not fit shows before anything is written
+    initial_state(config, prepared.backbone)  # a bundle that does not fit shows before anything is written
     run = RunFolder.create(output, config, prepared.data.manifest)
     console.say(f"run folder: {output}")
     return _execute(run, prepared, console)
@@ -80,10 +77,8 @@ def stand_by(path: Path, overrides: list[str], kept: Kept | None) -> dict[str, A
     if snapshot is not None:
         workspace.engine.restore(snapshot.meta["clients"], snapshot.tensors)
         state = snapshot.state(workspace.engine.layers, workspace.backbone.device)
-    elif config.init:
-        state = method.restart(workspace.engine, initial_state(config, workspace.backbone))
     else:
-        state = method.prepare(workspace.engine)
+        state = method.prepare(workspace.engine, initial_state(config, workspace.backbone))
     if snapshot is None:
         workspace.engine.memories()  # the first process saves here, too
 
@@ -96,7 +91,7 @@ def stand_by(path: Path, overrides: list[str], kept: Kept | None) -> dict[str, A
     return {}
 
 
-class Ground(Protocol):
+class RunContext(Protocol):
     """What a run stands on: an engine, and what can be measured beside it."""
 
     config: Config
@@ -120,8 +115,8 @@ class Ground(Protocol):
     def close(self) -> None: ...
 
 
-class Bench:
-    """The ground of a run whose clients are all in this process."""
+class LocalRun:
+    """The context of a run whose clients are all in this process."""
 
     def __init__(self, workspace: Workspace):
         self.workspace, self.config, self.engine = workspace, workspace.config, workspace.engine
@@ -174,62 +169,57 @@ def _execute(run: RunFolder, prepared: Prepared, console: Console) -> dict[str, 
     if build_method(workspace.config).uses_labels:
         console.warn(f"{workspace.config.method} is told every task label: an upper bound, not a method.")
         workspace.reveal_labels()
-    return carry_out(run, Bench(workspace), console, started)
+    return carry_out(run, LocalRun(workspace), console, started)
 
 
-def carry_out(run: RunFolder, ground: Ground, console: Console, started: float) -> dict[str, Any]:
+def carry_out(run: RunFolder, context: RunContext, console: Console, started: float) -> dict[str, Any]:
     """All phases of a run, from wherever its folder says it stands."""
-    method = build_method(ground.config)
-    live = LiveProgress(run.path, ground.config.training.rounds)
+    method = build_method(context.config)
+    live = LiveProgress(run.path, context.config.training.rounds)
     console.on_progress = live.phase
-    progress = run.load(ground, console)
+    progress = run.load(context, console)
     earlier = progress.seconds if progress else 0.0
-    run.loggers = open_loggers(ground.config, run.path, progress.completed + 1 if progress else 0, console)
+    run.loggers = open_loggers(context.config, run.path, progress.completed + 1 if progress else 0, console)
     if progress is None:
-        if ground.config.init:
-            if not isinstance(ground.engine, InProcessEngine):
-                raise UserError("init starts federations of this process only; leave it empty for real sites.")
-            state = method.restart(ground.engine, initial_state(ground.config, ground.backbone))
-        else:
-            state = method.prepare(ground.engine)
-        loss = _validate(ground, state, run, 0)
+        state = method.prepare(context.engine, initial_state(context.config, context.backbone))
+        loss = _validate(context, state, run, 0)
         progress = Progress(state, 0, state, 0, loss, time.monotonic() - started)
-        _record_discovery(run, ground, state, console)
-        run.save(ground, progress)
+        _record_discovery(run, context, state, console)
+        run.save(context, progress)
     else:
         console.say(f"resuming after round {progress.completed}")
     live.begin_rounds(progress.completed)
-    bar = console.progress("rounds", ground.config.training.rounds, "rounds")
+    bar = console.progress("rounds", context.config.training.rounds, "rounds")
     bar.advance(progress.completed)
 
     def after_round(state: ServerState, report: RoundReport) -> None:
         """Validate, remember the best, save."""
         completed = report.t + 1
         run.log("round", round=completed, **round_record(report))
-        rounds, every = ground.config.training.rounds, ground.config.evaluation.every
+        rounds, every = context.config.training.rounds, context.config.evaluation.every
         note = f"train loss {report.train_loss:.3f}"
         progress.state, progress.completed = state, completed
         if completed % every == 0 or completed == rounds:
-            loss = _validate(ground, state, run, completed)
+            loss = _validate(context, state, run, completed)
             note += f", validation {loss:.3f}"
             if loss < progress.best_loss:
                 progress.best, progress.best_round, progress.best_loss = state, completed, loss
         progress.seconds = earlier + time.monotonic() - started
-        run.save(ground, progress)
+        run.save(context, progress)
         live.round_done()
         bar.advance(1, note)
 
-    remaining = range(progress.completed, ground.config.training.rounds)
-    federate(method, ground.engine, progress.state, remaining, after_round)
+    remaining = range(progress.completed, context.config.training.rounds)
+    federate(method, context.engine, progress.state, remaining, after_round)
     bar.close()
     training_seconds = progress.seconds
-    summary = ground.summarise(run, progress, console)
-    ground.close()
+    summary = context.summarise(run, progress, console)
+    context.close()
     summary["timing"] = {
         "until_last_round_s": round(training_seconds, 2),
         "total_s": round(earlier + time.monotonic() - started, 2),
         "phases_s": {label: round(seconds, 2) for label, seconds in console.spent.items()},
-        "peak_memory_bytes": peak_memory(ground.backbone.device),
+        "peak_memory_bytes": peak_memory(context.backbone.device),
     }
     run.write_json("summary.json", summary)
     run.loggers.test(summary)
@@ -239,16 +229,16 @@ def carry_out(run: RunFolder, ground: Ground, console: Console, started: float) 
     return summary
 
 
-def _validate(ground: Ground, state: ServerState, run: RunFolder, completed: int) -> float:
+def _validate(context: RunContext, state: ServerState, run: RunFolder, completed: int) -> float:
     """The validation loss, which is logged."""
-    measured = ground.validate(state, completed)
+    measured = context.validate(state, completed)
     run.log("validation", round=completed, **measured)
     return measured["loss"]
 
 
-def _record_discovery(run: RunFolder, ground: Ground, state: ServerState, console: Console) -> None:
+def _record_discovery(run: RunFolder, context: RunContext, state: ServerState, console: Console) -> None:
     """discovery.json and embedding.json, and in a few words what came out."""
-    clients = ground.engine.clients
+    clients = context.engine.members
     record: dict[str, Any] = {
         **state.report,
         "clients": {
@@ -261,8 +251,8 @@ def _record_discovery(run: RunFolder, ground: Ground, state: ServerState, consol
             for c in clients
         },
     }
-    run.write_json("discovery.json", record | ground.labels())
-    if (prompts := ground.prompts()) is not None:
+    run.write_json("discovery.json", record | context.labels())
+    if (prompts := context.prompts()) is not None:
         write_atomic(run.path / "embedding.json", json.dumps(prompts, ensure_ascii=False))
     for client in clients:
         if client.note:

@@ -8,7 +8,8 @@ from typing import Any
 
 from fedweave.console import Console
 from fedweave.errors import UserError
-from fedweave.federation.flower.switches import OUTBOUND_OFF
+from fedweave.federation.engines.flower.switches import OUTBOUND_OFF
+from fedweave.methods import build_method
 from fedweave.runs.folder import RunFolder
 from fedweave.runs.workspace import Prepared
 
@@ -24,11 +25,11 @@ def simulate(run: RunFolder, prepared: Prepared, console: Console) -> dict[str, 
         from flwr.simulation import run_simulation
     except ImportError:
         raise UserError("engine=flower needs Flower and Ray: pip install 'fedweave[simulation]'.") from None
-    from fedweave.federation.flower.client_app import app as client_app
+    from fedweave.runs.client_app import app as client_app
     from fedweave.runs.federated import federate_over
 
     workspace = prepared.build(console)
-    if workspace.config.method == "oracle":
+    if build_method(workspace.config).uses_labels:
         workspace.reveal_labels()
     nodes = len(prepared.data.clients)
     outcome: list[dict[str, Any] | Exception] = []

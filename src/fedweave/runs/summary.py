@@ -13,26 +13,27 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 
 import fedweave
-from fedweave.analysis.budget import trained_parameters
 from fedweave.backbone.load import Backbone
 from fedweave.config import Config
 from fedweave.console import Console
 from fedweave.data.examples import Task
 from fedweave.evaluation.audit import per_task
 from fedweave.evaluation.losses import example_losses
-from fedweave.federation.checkpoint import write_atomic
 from fedweave.federation.client import Client
-from fedweave.federation.engine import InProcessEngine
+from fedweave.federation.engines.in_process import InProcessEngine
+from fedweave.federation.method import Sizes
+from fedweave.federation.state import ServerState
+from fedweave.files import write_atomic
 from fedweave.inference.model import FedWeaveModel
-from fedweave.methods import build_method
-from fedweave.methods.base import ServerState
+from fedweave.methods import build_method, method_class
+from fedweave.router.mlp import RouterLayout
 from fedweave.runs.folder import Progress, RunFolder
 from fedweave.runs.testing import evaluate_models, routed_models
 from fedweave.runs.workspace import TestSet
 from fedweave.settings import to_tree
 
 if TYPE_CHECKING:
-    from fedweave.runs.run import Ground
+    from fedweave.runs.run import RunContext
 
 SCHEMA = 1
 
@@ -53,10 +54,10 @@ class Tester(Protocol):
 
 
 def summarise(
-    run: RunFolder, ground: Ground, tester: Tester | None, progress: Progress, console: Console
+    run: RunFolder, context: RunContext, tester: Tester | None, progress: Progress, console: Console
 ) -> dict[str, Any]:
     """Everything that summary.json holds, but for the timing; without a tester there is no test in it."""
-    config, clients, backbone = ground.config, ground.engine.clients, ground.backbone
+    config, clients, backbone = context.config, context.engine.members, context.backbone
     here = [client for client in clients if isinstance(client, Client)]  # none where the clients are sites
     discovery = json.loads((run.path / "discovery.json").read_text(encoding="utf-8"))
     return {
@@ -74,7 +75,7 @@ def summarise(
             "experts": progress.state.layout.size,
             "router": progress.state.phi.numel() if progress.state.phi is not None else 0,
         },
-        "trained_parameters": trained_parameters(config.method, progress.state.layout, progress.state.router),
+        "trained_parameters": trained_parameters(config, progress.state),
         "rounds": progress.completed,
         "communication": _communication(run, progress.state),
         "validation": {"best_round": progress.best_round, "best_loss": progress.best_loss},
@@ -84,6 +85,13 @@ def summarise(
         "config": to_tree(config),
         "environment": environment(backbone.device),
     }
+
+
+def trained_parameters(config: Config, state: ServerState) -> int:
+    """Numbers that the method trains; what it freezes does not count."""
+    router = state.router or RouterLayout(0, 0, state.layout.experts)  # one adapter: no router is counted
+    sizes = Sizes(state.layout, state.layout, router, state.layout.experts)
+    return method_class(config.method).payload(sizes).trainable
 
 
 def _communication(run: RunFolder, state: ServerState) -> dict[str, Any]:
@@ -126,7 +134,7 @@ def _test(run: RunFolder, tester: Tester, progress: Progress, console: Console) 
 
 
 def served_models(tester: Tester, state: ServerState) -> list[FedWeaveModel]:
-    mixture = tester.engine.mixture(state.layout)
+    mixture = tester.engine.compute.mixture(state.layout)
     return routed_models(tester.backbone, mixture, build_method(tester.config), state)
 
 

@@ -12,24 +12,27 @@ from fedweave.backbone.load import Backbone
 from fedweave.config import Config
 from fedweave.console import Console
 from fedweave.data.examples import Task
+from fedweave.errors import UserError
 from fedweave.evaluation.audit import per_task, routing_table
 from fedweave.evaluation.losses import example_losses
 from fedweave.evaluation.scores import scores
 from fedweave.experts.mixture import Mixture
+from fedweave.federation.method import Method
+from fedweave.federation.state import ServerState
 from fedweave.inference.generate import generate
 from fedweave.inference.model import FedWeaveModel
 from fedweave.methods import build_method
-from fedweave.methods.base import Method, ServerState
 from fedweave.router.mlp import sparsify
 from fedweave.runs.workspace import TestSet
 
 
 def routed_models(backbone: Backbone, mixture: Mixture, method: Method, state: ServerState) -> list[FedWeaveModel]:
     """The models that a method serves: one, or every client's own."""
-    return [
-        FedWeaveModel(backbone, mixture, one.theta, state.router, one.phi, one.shares)
-        for one in method.served(state)
-    ]
+    if not (served := method.served(state)):
+        raise UserError(
+            f"{method.config.method} leaves parameters at its sites: this server has no whole model to use."
+        )
+    return [FedWeaveModel(backbone, mixture, experts) for experts in served]
 
 
 def evaluate_models(

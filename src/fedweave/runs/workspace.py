@@ -17,8 +17,8 @@ from fedweave.data import FederatedData, load_data
 from fedweave.data.examples import Example, Task
 from fedweave.errors import UserError
 from fedweave.federation.client import Client
-from fedweave.federation.distributed import ShardedEngine, world
-from fedweave.federation.engine import InProcessEngine
+from fedweave.federation.engines.distributed import ShardedEngine, world
+from fedweave.federation.engines.in_process import InProcessEngine
 from fedweave.training.batch import ClientData
 
 
@@ -60,7 +60,7 @@ class Workspace:
         def one_hot(labels: list[str]) -> torch.Tensor:
             return torch.nn.functional.one_hot(torch.tensor([names.index(x) for x in labels]), len(names)).float()
 
-        for client, labels in zip(self.engine.clients, self.client_labels, strict=True):
+        for client, labels in zip(self.engine.members, self.client_labels, strict=True):
             client.data.features = one_hot(labels)
         for held in (self.validation, self.test):
             held.features = one_hot(held.labels)

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import socket
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
-from pathlib import Path
 
 import uvicorn
 
@@ -30,21 +30,12 @@ class ServerSettings:
     upstream_key: str | None = None
 
 
-def serve(
-    folder: Path,
-    settings: ServerSettings,
-    limits: Limits,
-    console: Console,
-    *,
-    last: bool = False,
-    backbone: str | None = None,
-    device: str = "auto",
-) -> None:
-    """Load a run or a bundle and answer until interrupted. The port is taken first: a clash shows at once."""
+def serve(load: Callable[[], FedWeaveModel], settings: ServerSettings, limits: Limits, console: Console) -> None:
+    """Load a model and answer until interrupted. The port is taken first: a clash shows at once."""
     listener = _listen(settings.host, settings.port)
     if settings.key is None and settings.host not in ("127.0.0.1", "localhost", "::1"):
         console.warn(f"anyone who reaches {settings.host} may use this server; --api-key would ask for a key.")
-    model = FedWeaveModel.from_pretrained(folder, last=last, model=backbone, device=device)
+    model = load()
     check_length(model, limits)
     with suppress(KeyboardInterrupt):  # Ctrl-C: uvicorn has let the answers under way come to their end
         asyncio.run(_serve(model, settings, limits, listener, console))

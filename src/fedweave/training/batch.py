@@ -15,8 +15,9 @@ import torch
 
 from fedweave.backbone.packing import Packed
 from fedweave.backbone.prompts import Encoded
-from fedweave.experts.dropout import DropoutKeys, stream_key
 from fedweave.kernels import to_device
+from fedweave.kernels.dropout import DropoutKeys
+from fedweave.streams import stream_key
 
 GRAIN = 512  # tokens: fixed shapes are multiples of it
 

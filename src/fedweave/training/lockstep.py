@@ -47,7 +47,15 @@ class Trainable:
     backbone's dtype, whose gradients land in one buffer; clipping and stepping are a few whole-matrix operations.
     """
 
-    def __init__(self, shape: tuple[int, int], device: torch.device, dtype: torch.dtype, views: Callable):
+    def __init__(
+        self,
+        shape: tuple[int, int],
+        device: torch.device,
+        dtype: torch.dtype,
+        views: Callable,
+        mask: torch.Tensor | None = None,  # [K, P] or [K, 1], 1 on what trains; None: everything does
+    ):
+        self.mask = mask
         self.master = torch.zeros(shape, device=device).requires_grad_()
         self.grad = self.master.grad = torch.zeros(shape, device=device)
         same = dtype == torch.float32
@@ -65,10 +73,17 @@ class Trainable:
         self.refresh()
 
     def collect(self) -> torch.Tensor:
-        """Gradients of the last backward pass, in float32."""
+        """Gradients of the last backward pass, in float32; zero where nothing trains."""
         if self.copy_grad is not self.grad:
             self.grad.copy_(self.copy_grad)
+        if self.mask is not None:
+            self.grad.mul_(self.mask)
         return self.grad
+
+    @torch.no_grad()
+    def decay(self, amount: float) -> None:
+        """Shrink what trains by this share, as AdamW does before it steps; its own decay knows no mask."""
+        self.master.mul_(1 - amount if self.mask is None else 1 - amount * self.mask)
 
     @torch.no_grad()
     def refresh(self) -> None:
@@ -92,30 +107,28 @@ class LaneGroup:
         self.trainer, self.size = trainer, lanes
         device, config = trainer.backbone.device, trainer.config
         layout, router = trainer.mixture.layout, trainer.router
-        self.experts = Trainable((lanes, layout.size), device, trainer.backbone.dtype, layout.views)
+        mask = torch.zeros(lanes, layout.size, dtype=torch.bool, device=device) if masked else None
+        self.experts = Trainable((lanes, layout.size), device, trainer.backbone.dtype, layout.views, mask)
         self.parts = [self.experts]
         groups = [{"params": [self.experts.master], "lr": config.lr}]
         self.routers = None
         if router is not None:
-            self.routers = Trainable((lanes, router.size), device, torch.float32, lambda phi: [router.views(phi)])
+            shape, chosen = (lanes, router.size), torch.ones(lanes, 1, device=device)
+            self.routers = Trainable(shape, device, torch.float32, lambda phi: [router.views(phi)], chosen)
             self.parts.append(self.routers)
             groups.append({"params": [self.routers.master], "lr": trainer.router_rate})
-        self.mask = torch.zeros(lanes, layout.size, dtype=torch.bool, device=device) if masked else None
-        self.router_mask = torch.ones(lanes, 1, device=device)
         on_gpu = device.type == "cuda"
-        self.optimiser = torch.optim.AdamW(
-            groups, weight_decay=config.weight_decay, fused=on_gpu, capturable=on_gpu, foreach=False
-        )
+        self.optimiser = torch.optim.AdamW(groups, weight_decay=0.0, fused=on_gpu, capturable=on_gpu, foreach=False)
         self.graphs = GraphedSteps(self.step) if recorded else None
 
     def load(self, lanes: Sequence[Lane]) -> None:
         """Start afresh: every lane's own parameters, and an optimiser without memory."""
         self.experts.load([lane.theta for lane in lanes])
-        if self.routers is not None:
+        if self.routers is not None and self.routers.mask is not None:
             self.routers.load([lane.phi for lane in lanes if lane.phi is not None])
-            self.router_mask.copy_(torch.tensor([[float(lane.train_router)] for lane in lanes]))
-        if self.mask is not None:
-            self.mask.copy_(torch.stack([lane.trainable for lane in lanes if lane.trainable is not None]))
+            self.routers.mask.copy_(torch.tensor([[float(lane.train_router)] for lane in lanes]))
+        if self.experts.mask is not None:
+            self.experts.mask.copy_(torch.stack([lane.trainable for lane in lanes if lane.trainable is not None]))
         for state in self.optimiser.state.values():
             for tensor in state.values():
                 tensor.zero_()
@@ -130,12 +143,11 @@ class LaneGroup:
         with warnings.catch_warnings():  # rows of a matrix are no dense tensors, and need not be
             warnings.filterwarnings("ignore", message="grad and param do not obey the gradient layout")
             losses.sum().backward()
-        grads = [part.collect() for part in self.parts]
-        if self.mask is not None:
-            grads[0].mul_(self.mask)
-        if self.routers is not None:
-            grads[1].mul_(self.router_mask)
-        clip_lanes(grads, self.trainer.config.clip)
+        config = self.trainer.config
+        clip_lanes([part.collect() for part in self.parts], config.clip)
+        if config.weight_decay:
+            for part, group in zip(self.parts, self.optimiser.param_groups, strict=True):
+                part.decay(group["lr"] * config.weight_decay)
         self.optimiser.step()
         for part in self.parts:
             part.refresh()

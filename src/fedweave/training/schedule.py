@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 
-from fedweave.experts.dropout import stream_key
+from fedweave.streams import stream_key
 
 
 def allot_steps(sizes: Sequence[int], steps: int) -> list[int]:

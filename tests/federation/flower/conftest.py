@@ -12,10 +12,10 @@ from flwr.supercore.task_identity import TaskIdentity
 
 from fedweave.config import Config
 from fedweave.console import Console
-from fedweave.federation.flower.engine import FlowerEngine
-from fedweave.federation.flower.records import from_records, to_records
+from fedweave.federation.engines.flower.codec import from_records, to_records
+from fedweave.federation.engines.flower.engine import FlowerEngine
 from fedweave.federation.rounds import federate
-from fedweave.federation.site.answers import Models, Site
+from fedweave.federation.site.site import Models, Site
 from fedweave.federation.site.sources import Share
 from fedweave.methods import build_method
 
@@ -27,7 +27,7 @@ def carried(message: Message) -> Message:
 
 
 class LoopbackGrid(Grid):
-    """Nodes are functions from letter to letter. ``sent`` keeps every message of both directions."""
+    """Nodes are functions from question to answer. ``sent`` keeps every message of both directions."""
 
     def __init__(self, nodes):
         self.nodes, self.replies, self.sent = dict(nodes), {}, []
@@ -51,9 +51,9 @@ class LoopbackGrid(Grid):
             message.metadata.__dict__["_message_id"] = message.object_id
             node = message.metadata.dst_node_id
             arrived = carried(message)
-            letter = from_records(arrived.content)
-            self.sent.append(("down", node, letter))
-            fate = self.fate(letter.facts["step"], node, letter.facts.get("t"))
+            question = from_records(arrived.content)
+            self.sent.append(("down", node, question))
+            fate = self.fate(question.facts["step"], node, question.facts.get("t"))
             number = f"{len(self.sent)}-{message.object_id}"
             numbers.append(number)
             arrived.metadata.__dict__["_message_id"] = number
@@ -62,7 +62,7 @@ class LoopbackGrid(Grid):
             if fate == "dies" or node not in self.nodes:
                 reply = Message(Error(5, "Node Unavailable"), reply_to=arrived)
             else:
-                answer = self.nodes[node](letter)
+                answer = self.nodes[node](question)
                 self.sent.append(("up", node, answer))
                 reply = Message(to_records(answer), reply_to=arrived)
             self.replies[number] = [carried(reply)] * (2 if fate == "twice" else 1)
@@ -81,16 +81,16 @@ class Federation:
     def __init__(self, config: Config, models: Models, sites: list[Site] | None = None):
         self.config = config
         names = range(config.data.clients)
-        self.sites = sites or [Site(Share(config, i), models, Console(quiet=True)) for i in names]
+        self.sites = sites or [Site(Share(config, i), models, build_method, Console(quiet=True)) for i in names]
         self.grid = LoopbackGrid({100 + i: self.answering(site) for i, site in enumerate(self.sites)})
         self.console = Console(stream=io.StringIO())
         self.engine = FlowerEngine(self.grid, config, self.console, "test", config)
 
     @staticmethod
     def answering(site: Site):
-        def answer(letter):
+        def answer(question):
             try:
-                return site.answer(letter)
+                return site.answer(question)
             finally:
                 site.rest()
 

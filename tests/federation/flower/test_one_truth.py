@@ -1,7 +1,5 @@
 """The same config and seed give the same model, whether clients are in this process or behind Flower's messages."""
 
-from functools import partial
-
 import pytest
 import torch
 
@@ -11,6 +9,8 @@ from fedweave.settings import to_tree
 from tests.federation.flower.conftest import Federation
 from tests.federations import make_engine, run, with_method
 
+pytestmark = pytest.mark.usefixtures("smooth_optimiser")
+
 
 def changed(config, method="fedweave", **training):
     tree = to_tree(with_method(config, method))
@@ -19,20 +19,13 @@ def changed(config, method="fedweave", **training):
     return from_tree(tree)
 
 
-@pytest.fixture(autouse=True)
-def larger_epsilon(monkeypatch):
-    """AdamW divides a gradient by its own size, so one of 1e-8 moves its weight as far as any other: in whichever
-    direction rounding points. Such gradients, and no others, are to stay small here."""
-    monkeypatch.setattr(torch.optim, "AdamW", partial(torch.optim.AdamW, eps=1e-6))
-
-
 @pytest.mark.parametrize("method", [m for m in METHODS if m not in ("oracle", "local-only", "fedsa-lora")])
 def test_flower_gives_the_experts_and_router_of_the_in_process_run(method, config, backbone, models):
     config = changed(config, method)
     _, expected = run(config, make_engine(config, backbone))
     federation = Federation(config, models)
     _, final, reports = federation.run()
-    assert all(len(report.accepted) == 3 for report in reports) and "warning" not in federation.said
+    assert all(len(report.receipts.accepted) == 3 for report in reports) and "warning" not in federation.said
     assert (final.theta - expected.theta).abs().max() <= 1e-5
     if expected.phi is not None:
         assert (final.phi - expected.phi).abs().max() <= 1e-5
@@ -48,10 +41,10 @@ def test_what_clients_keep_is_the_same_and_stays_at_the_sites(method, config, ba
     is_b = final.layout.is_b
     for site, private in zip(federation.sites, expected.private, strict=True):
         kept = is_b if method == "fedsa-lora" else torch.ones_like(is_b)
-        own = site._seat[1].client.own
+        own = site.session.client.memory.after.get("own") if site.session else None
         assert own is None or (own - private)[kept].abs().max() <= 1e-5
     if method == "fedsa-lora":
         assert (final.theta - expected.theta)[~is_b].abs().max() <= 1e-5
-    up = [letter for way, _, letter in federation.grid.sent if way == "up" and "losses" in letter.facts]
-    sent = sum(array.size for letter in up for array in letter.arrays.values())
+    up = [answer for way, _, answer in federation.grid.sent if way == "up" and "losses" in answer.facts]
+    sent = sum(tensor.numel() for answer in up for tensor in answer.tensors.values())
     assert sent == (4 * int((~is_b).sum()) if method == "fedsa-lora" else 0)

@@ -10,8 +10,9 @@ from fedweave.config import from_tree
 from fedweave.console import Console
 from fedweave.data import load_data
 from fedweave.errors import UserError
-from fedweave.federation.site.answers import Site
+from fedweave.federation.site.site import Site
 from fedweave.federation.site.sources import Share
+from fedweave.methods import build_method
 from fedweave.settings import to_tree
 from tests.federation.flower.conftest import Federation
 from tests.federation.flower.test_one_truth import changed
@@ -37,8 +38,8 @@ def test_a_round_goes_on_without_a_site_and_takes_it_back(fate, line, config, mo
     """Weights renormalise over those that answered, for every expert; the site is in the next round again."""
     federation = without(config, models, lambda step, t: fate if (step, t) == ("train", 0) else "answers")
     state, _, reports = federation.run()
-    assert [len(report.accepted) for report in reports] == [2, 3]
-    assert f"site client_1 {line}" in federation.said
+    assert [len(report.receipts.accepted) for report in reports] == [2, 3]
+    assert f"client_1 {line}" in federation.said
     method_state = state
     assert all(report.participants[1].name == "client_1" for report in reports) and method_state.theta.any()
 
@@ -52,12 +53,12 @@ def test_weights_renormalise_over_those_that_answered(config, models):
     state, final, _ = federation.run()
     layout = state.layout
     theta, weight = torch.zeros(layout.size), torch.zeros(layout.experts)
-    for way, _, letter in federation.grid.sent:
-        if way == "up" and "losses" in letter.facts:
-            for m, count in enumerate(letter.facts["counts"]):
+    for way, _, answer in federation.grid.sent:
+        if way == "up" and "losses" in answer.facts:
+            for m, count in enumerate(answer.facts["counts"]):
                 if count:
                     columns = layout.expert_of_column == m
-                    theta[columns] += count * torch.from_numpy(letter.arrays[f"expert.{m}"].copy())
+                    theta[columns] += count * answer.tensors[f"expert.{m}"]
                     weight[m] += count
     expected = state.theta + theta / weight.clamp(min=1)[layout.expert_of_column]
     torch.testing.assert_close(final.theta, expected, atol=1e-6, rtol=0)
@@ -67,7 +68,7 @@ def test_an_answer_that_comes_twice_counts_once(config, models):
     plain = Federation(changed(config), models).run()[1]
     federation = without(config, models, lambda step, t: "twice" if step == "train" else "answers")
     _, final, reports = federation.run()
-    assert torch.equal(plain.theta, final.theta) and all(len(r.accepted) == 3 for r in reports)
+    assert torch.equal(plain.theta, final.theta) and all(len(r.receipts.accepted) == 3 for r in reports)
 
 
 def test_too_few_answers_repeat_the_round_and_lose_nothing(config, models):
@@ -89,7 +90,8 @@ def test_private_parameters_move_once_when_a_round_is_repeated(config, models):
     federation.grid.fate = lambda step, node, t: next(fates) if node == NODE and step == "train" else "answers"
     federation.run()
     for a, b in zip(plain.sites, federation.sites, strict=True):
-        torch.testing.assert_close(a._seat[1].client.own, b._seat[1].client.own, atol=1e-6, rtol=0)
+        own, again = (site.session.client.memory.after["own"] for site in (a, b))
+        torch.testing.assert_close(own, again, atol=1e-6, rtol=0)
 
 
 def test_a_site_that_leaves_for_good_is_not_waited_for(config, models):
@@ -116,7 +118,9 @@ def test_a_site_that_comes_back_with_another_node_is_the_same_site(config, model
 
     federation.grid.fate = fate
     _, _, reports = federation.run()
-    assert [len(report.accepted) for report in reports] == [2, 3, 3] and len(federation.engine.clients) == 3
+    assert [len(report.receipts.accepted) for report in reports] == [2, 3, 3] and len(
+        federation.engine.members
+    ) == 3
     assert "site client_1 is here" in federation.said
 
 
@@ -133,33 +137,33 @@ def test_a_late_site_joins_the_nearest_experts_or_is_kept_apart(limit, near, con
 
     federation.grid.fate = fate
     state, _, reports = federation.run(sites=2)
-    joined = federation.engine.clients[-1]
+    joined = federation.engine.members[-1]
     assert joined.name == "client_2" and joined.index == 2
     assert "site client_2 joins" in federation.said
     if near:
         assert all(0 <= m < state.layout.experts for m in joined.assignment)
-        assert len(reports[-1].accepted) == 3
+        assert len(reports[-1].receipts.accepted) == 3
     else:
         assert set(joined.assignment) == {-1} and "kept apart" in federation.said
-        assert all(len(report.accepted) == 2 for report in reports)
+        assert all(len(report.receipts.accepted) == 2 for report in reports)
 
 
 def test_the_same_name_twice_and_another_model_are_turned_away(config, models, model_folder):
     federation = Federation(changed(config), models)
     federation.grid.nodes[300] = federation.answering(
-        Site(Share(federation.config, 1), models, Console(quiet=True))
+        Site(Share(federation.config, 1), models, build_method, Console(quiet=True))
     )
     tree = to_tree(federation.config)
     tree["backbone"]["model"] = str(model_folder("qwen2"))
     other = Share(from_tree(tree), 2)
     other.name, other.backbone = "stranger", lambda config: from_tree(tree).backbone
-    from fedweave.federation.site.answers import Models
+    from fedweave.federation.site.site import Models
 
-    federation.grid.nodes[301] = federation.answering(Site(other, Models(), Console(quiet=True)))
+    federation.grid.nodes[301] = federation.answering(Site(other, Models(), build_method, Console(quiet=True)))
     _, _, reports = federation.run(sites=3)
     assert "site client_1 is turned away: another node has this name" in federation.said
     assert "site stranger is turned away: its backbone is not" in federation.said
-    assert all(len(report.accepted) == 3 for report in reports)
+    assert all(len(report.receipts.accepted) == 3 for report in reports)
 
 
 @pytest.mark.parametrize("first", [True, False])
@@ -167,33 +171,33 @@ def test_a_resumed_server_knows_a_site_from_one_of_its_name(config, models, firs
     """Whoever says hello first: the node that had the name before keeps it, until it is gone."""
     federation = Federation(changed(config), models)
     federation.run()
-    records = [client.record() for client in federation.engine.clients]
+    records = [client.record() for client in federation.engine.members]
     again = Federation(federation.config, models, federation.sites)
-    impostor = again.answering(Site(Share(federation.config, 1), models, Console(quiet=True)))
+    impostor = again.answering(Site(Share(federation.config, 1), models, build_method, Console(quiet=True)))
     own = again.grid.nodes.pop(NODE)
     again.grid.nodes |= {300: impostor} if first else {NODE: own}
     again.engine.meet()
     again.grid.nodes |= {NODE: own, 300: impostor}
     again.engine.restore(records, {})
-    seats = {client.name: client.node for client in again.engine.present(None, None)}
+    seats = {client.name: client.node for client in again.engine.present()}
     assert seats["client_1"] == NODE and len(seats) == 3
     assert "site client_1 is turned away: another node has this name" in again.said
     del again.grid.nodes[NODE]
-    again.engine.present(None, None)
-    seats = {client.name: client.node for client in again.engine.present(None, None)}
+    again.engine.present()
+    seats = {client.name: client.node for client in again.engine.present()}
     assert seats["client_1"] == 300
 
 
 def test_a_resumed_server_finds_its_sites_again_and_takes_none_twice(config, models):
     federation = Federation(changed(config), models)
     federation.run()
-    records = [client.record() for client in federation.engine.clients]
+    records = [client.record() for client in federation.engine.members]
     again = Federation(federation.config, models, federation.sites)
     again.engine.meet()  # a site may say hello before the checkpoint is read
     again.engine.restore(records, {})
-    present = again.engine.present(None, None)
+    present = again.engine.present()
     assert [client.name for client in present] == ["client_0", "client_1", "client_2"]
-    assert [client.record() for client in again.engine.clients] == records and "joins" not in again.said
+    assert [client.record() for client in again.engine.members] == records and "joins" not in again.said
 
 
 def test_too_few_sites_end_in_a_sentence(config, models):
@@ -209,12 +213,12 @@ def test_changed_data_is_noticed(config, models):
     def fate(step, node, t):
         if step == "train" and node == NODE and t == 1:
             site = federation.sites[1]
-            site._seat = None
+            site.session = None
             rows = load_data(federation.config).clients["client_1"]
             site.source.data.clients["client_1"] = rows[: len(rows) // 2]
         return "answers"
 
     federation.grid.fate = fate
     _, _, reports = federation.run()
-    assert [len(report.accepted) for report in reports] == [3, 2]
+    assert [len(report.receipts.accepted) for report in reports] == [3, 2]
     assert "its data has changed since this federation was aligned" in federation.said

@@ -22,11 +22,11 @@ def test_smaller_messages_give_the_in_process_model(config, backbone, models, dt
     # A last bit that differs can tip a rounding over, so the models agree to a small part of their way.
     assert (final.theta - expected.theta).norm() <= 0.05 * (expected.theta - start.theta).norm()
     assert (final.phi - expected.phi).norm() <= 0.05 * (expected.phi - start.phi).norm()
-    up = [letter for way, _, letter in federation.grid.sent if way == "up"]
-    sent = sum(letter.array_bytes for letter in up if "losses" in letter.facts)
-    assert sent == sum(sum(report.bytes_up.values()) for report in reports) > 0
-    signatures = [letter.arrays["signatures"] for letter in up if "signatures" in letter.arrays]
-    assert len(signatures) == 3 and all(s.dtype == "float16" and s.shape[1] == 4 * 16 for s in signatures)
-    owed = [site._seat[1].client.residuals.after for site in federation.sites]
+    up = [answer for way, _, answer in federation.grid.sent if way == "up"]
+    sent = sum(answer.size for answer in up if "losses" in answer.facts)
+    assert sent == sum(sum(report.receipts.bytes_up.values()) for report in reports) > 0
+    signatures = [answer.tensors["signatures"] for answer in up if "signatures" in answer.tensors]
+    assert len(signatures) == 3 and all(s.dtype == torch.float16 and s.shape[1] == 4 * 16 for s in signatures)
+    owed = [site.session.client.memory.after for site in federation.sites]
     assert all(any(part.any() for part in parts.values()) for parts in owed)
     assert torch.isfinite(final.theta).all()

@@ -11,8 +11,8 @@ from fedweave.data import load_data
 from fedweave.data.examples import Example
 from fedweave.data.jsonl import hold_out, read_examples
 from fedweave.errors import UserError
-from fedweave.experts.dropout import stream_key
 from fedweave.federation.site.settings import SiteConfig
+from fedweave.streams import stream_key
 
 
 class Source(Protocol):

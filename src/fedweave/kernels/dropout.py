@@ -7,22 +7,12 @@ drop exactly what each would drop alone. An ordinary generator can promise neith
 
 from __future__ import annotations
 
-import hashlib
 from dataclasses import dataclass
 
 import numpy as np
 import torch
 
-_MULTIPLY_1, _MULTIPLY_2 = (
-    0x7FEB352D,
-    -2073319277,
-)  # 32-bit avalanche constants (the second is 0x846CA68B, signed)
-
-
-def stream_key(*parts: int | str) -> int:
-    """A 63-bit seed for one purpose, from the names of that purpose."""
-    digest = hashlib.blake2b("/".join(map(str, parts)).encode(), digest_size=8).digest()
-    return int.from_bytes(digest, "little") >> 1
+_MULTIPLY_1, _MULTIPLY_2 = 0x7FEB352D, -2073319277  # 32-bit avalanche constants; the second is 0x846CA68B, signed
 
 
 @dataclass

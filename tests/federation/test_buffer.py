@@ -7,19 +7,20 @@ import sys
 
 import torch
 
-from fedweave.federation import spool
-from fedweave.federation.spool import Spool
+from fedweave.federation import buffer
+from fedweave.federation.buffer import VectorBuffer
 
 
 def test_vectors_come_back_in_order_more_than_once(monkeypatch):
-    monkeypatch.setattr(spool, "_IN_MEMORY", 1000)
+    monkeypatch.setattr(buffer, "_IN_MEMORY", 1000)
     rows = [torch.randn(100, generator=torch.Generator().manual_seed(i)) for i in range(20)]
-    kept = Spool(100)
-    for row in rows:
-        kept.append(row)
+    kept = VectorBuffer(100)
+    for i, row in enumerate(rows):
+        kept.append(i % 3, row)
     assert len(kept) == 20 and kept._file._rolled, "most of it is on disk"
-    for _ in range(2):
-        assert all(torch.equal(a, b) for a, b in zip(kept, rows, strict=True))
+    for client in (2, 0, 1, 2):
+        assert all(torch.equal(a, b) for a, b in zip(kept.read(client), rows[client::3], strict=True))
+    assert 1 in kept and 3 not in kept
 
 
 def test_a_full_disk_is_one_sentence():
@@ -30,8 +31,8 @@ def test_a_full_disk_is_one_sentence():
         resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, 1 << 20))
 
     code = (
-        "import torch\nfrom fedweave.errors import UserError\nfrom fedweave.federation.spool import Spool\n"
-        "kept = Spool(1 << 20)\ntry:\n    for _ in range(20): kept.append(torch.ones(1 << 20))\n"
+        "import torch\nfrom fedweave.errors import UserError\nfrom fedweave.federation.buffer import VectorBuffer\n"
+        "kept = VectorBuffer(1 << 20)\ntry:\n    for _ in range(20): kept.append(0, torch.ones(1 << 20))\n"
         "except UserError as error: print(error)"
     )
     done = subprocess.run([sys.executable, "-c", code], preexec_fn=limit, capture_output=True, text=True)

@@ -7,13 +7,15 @@ import torch
 
 from fedweave.cli import main
 from fedweave.config import from_tree
+from fedweave.federation.admission import Door, Receipts
 from fedweave.federation.checkpoint import load_checkpoint
-from fedweave.federation.compression import GROUP, Residuals, decode, encode, encoded_specs
-from fedweave.federation.intake import Intake, RoundReport
-from fedweave.federation.letters import Letter
-from fedweave.federation.parcel import array_bytes
+from fedweave.federation.client import Client, Memory
+from fedweave.federation.exit import Exit
+from fedweave.federation.message import Message, tensor_bytes
+from fedweave.federation.precision import GROUP, decode, encode, encoded_specs
 from fedweave.federation.rounds import federate
-from fedweave.federation.wire import parcel_letter, read_parcel
+from fedweave.federation.state import broadcast
+from fedweave.federation.steps import Asked
 from fedweave.methods import build_method
 from fedweave.settings import to_tree
 from tests.federations import make_engine, with_method
@@ -33,14 +35,22 @@ def test_encoding_is_as_announced_and_close(dtype, size):
     assert torch.equal(decode("x", encode("x", torch.zeros(size), dtype), dtype), torch.zeros(size))
 
 
+def leaving(memory: Memory, t: int, part: torch.Tensor, dtype: str) -> dict[str, torch.Tensor]:
+    """One part through the rounding of the exit, in round t."""
+    config = from_tree({"federation": {"update_dtype": dtype}})
+    client = Client(0, None, memory=memory)
+    memory.begin(t)
+    return Exit(config, {}, travels=True)._rounded(client, "x", part)
+
+
 @pytest.mark.parametrize("dtype", SMALLER)
 def test_what_rounding_takes_comes_back(dtype):
     """A thousand small pushes beside large ones: their sum arrives, within one rounding, although each alone would
     be rounded away."""
     push = torch.tensor([1.0] + [1e-4] * 3)  # 1e-4 is less than half a step of int8
-    memory, plain, total = Residuals(), torch.zeros(4), torch.zeros(4)
+    memory, plain, total = Memory(), torch.zeros(4), torch.zeros(4)
     for t in range(1000):
-        total += decode("x", memory.encode(t, {"x": push}, dtype), dtype)
+        total += decode("x", leaving(memory, t, push, dtype), dtype)
         plain += decode("x", encode("x", push, dtype), dtype)
     assert (total - 1000 * push).abs().max() <= 1 / 127 + 1e-3
     if dtype == "int8":
@@ -48,12 +58,12 @@ def test_what_rounding_takes_comes_back(dtype):
 
 
 def test_a_repeated_round_is_the_same_and_a_nan_does_not_stay():
-    memory, part = Residuals(), {"x": torch.randn(300, generator=torch.Generator().manual_seed(1))}
-    memory.encode(0, part, "int8")
-    first, again = memory.encode(1, part, "int8"), memory.encode(1, part, "int8")
+    memory, part = Memory(), torch.randn(300, generator=torch.Generator().manual_seed(1))
+    leaving(memory, 0, part, "int8")
+    first, again = leaving(memory, 1, part, "int8"), leaving(memory, 1, part, "int8")
     assert all(torch.equal(first[name], again[name]) for name in first)
-    memory.encode(2, {"x": part["x"] * float("nan")}, "int8")
-    assert torch.isfinite(decode("x", memory.encode(3, part, "int8"), "int8")).all()
+    leaving(memory, 2, part * float("nan"), "int8")
+    assert torch.isfinite(decode("x", leaving(memory, 3, part, "int8"), "int8")).all()
 
 
 def train(config, backbone, dtype: str, rounds: int = 6):
@@ -66,8 +76,8 @@ def train(config, backbone, dtype: str, rounds: int = 6):
     state = method.prepare(engine)
     final = federate(method, engine, state, range(rounds), lambda _, report: reports.append(report))
     engine.detach()
-    assert not any(report.refused for report in reports)
-    return state, final, [r.train_loss for r in reports], reports[0].bytes_up
+    assert not any(report.receipts.refused for report in reports)
+    return state, final, [r.train_loss for r in reports], reports[0].receipts.bytes_up
 
 
 @pytest.mark.parametrize("dtype", SMALLER)
@@ -96,20 +106,26 @@ def test_bytes_are_what_the_method_shares(config, backbone, method, columns):
     assert set(sent.values()) == {4 * numbers}
 
 
+def answers(engine, method, state) -> list[Message]:
+    question = broadcast(state, 0)
+    asked = [Asked(client, question, engine.layers, engine.width) for client in engine.members]
+    return [message for _, message in engine.answers(method.train, asked, question)]
+
+
 def test_a_client_sends_the_experts_that_it_serves(config, backbone):
     engine = make_engine(config, backbone)
     method = build_method(config)
     state = method.prepare(engine)
-    courier = method.courier(state)
-    parcels = list(engine.answers(method, state, engine.clients, 0, courier))
+    messages = answers(engine, method, state)
     engine.detach()
     single = state.layout.with_experts(1).size
-    for client, parcel in zip(engine.clients, parcels, strict=True):
+    for client, message in zip(engine.members, messages, strict=True):
         served = {f"expert.{m}" for m in client.assignment}
-        assert set(parcel.arrays) == served | {"router"}
-        assert parcel.bytes == array_bytes(parcel.arrays.values()) == 4 * (len(served) * single + state.router.size)
-    assert courier.broadcast_bytes == 4 * (state.layout.size + state.router.size)
-    assert any(len(set(client.assignment)) < state.layout.experts for client in engine.clients)
+        assert set(message.tensors) == served | {"router"}
+        size = 4 * (len(served) * single + state.router.size)
+        assert message.size == tensor_bytes(message.tensors.values()) == size
+    assert method.train.broadcast_size(state.layout, state.router) == 4 * (state.layout.size + state.router.size)
+    assert any(len(set(client.assignment)) < state.layout.experts for client in engine.members)
 
 
 def test_a_resumed_run_remembers_its_residuals_and_counts_bytes(tmp_path, small):
@@ -131,30 +147,32 @@ def test_a_resumed_run_remembers_its_residuals_and_counts_bytes(tmp_path, small)
 
 
 @pytest.mark.parametrize("dtype", ["float32", *SMALLER])
-def test_a_parcel_survives_the_wire(config, backbone, dtype):
-    """As a letter's bytes and back: the same arrays, and the intake still takes it."""
+def test_an_update_survives_the_wire(config, backbone, dtype):
+    """As bytes and back: the same tensors, and the door still lets it in."""
     tree = to_tree(config)
     tree["federation"]["update_dtype"] = dtype
     config = from_tree(tree)
     engine, method = make_engine(config, backbone), build_method(config)
     state = method.prepare(engine)
-    courier, report = method.courier(state), RoundReport(0, engine.clients)
-    sent = list(engine.answers(method, state, engine.clients, 0, courier))
+    sent, receipts, question = answers(engine, method, state), Receipts(), broadcast(state, 0)
     engine.detach()
-    came = [read_parcel(Letter.from_bytes(parcel_letter(p).to_bytes()), p.client) for p in sent]
-    for parcel, copy in zip(sent, came, strict=True):
-        assert parcel.arrays.keys() == copy.arrays.keys() and parcel.bytes == copy.bytes
-        assert all(torch.equal(parcel.arrays[name], copy.arrays[name]) for name in parcel.arrays)
-    accepted = list(Intake(config, courier, backbone.identity, state, report).updates(came))
-    assert len(accepted) == len(engine.clients) and not report.refused
+    came = [Message.from_bytes(message.to_bytes()) for message in sent]
+    for message, copy in zip(sent, came, strict=True):
+        assert message.tensors.keys() == copy.tensors.keys() and message.size == copy.size
+        assert all(torch.equal(message.tensors[name], copy.tensors[name]) for name in message.tensors)
+    asked = [Asked(client, question, engine.layers, engine.width) for client in engine.members]
+    door = Door(config, method.train, asked, backbone.identity, engine.device, receipts)
+    read = [door.admit(c, lambda m=m: m, print) for c, m in zip(engine.members, came, strict=True)]
+    assert len(receipts.accepted) == len(engine.members) and not receipts.refused
+    assert all(update.delta_theta.any() for update in read)
 
 
 def test_a_site_that_restarts_knows_what_it_owes():
-    memory, part = Residuals(), {"x": torch.randn(300, generator=torch.Generator().manual_seed(1))}
+    memory, part = Memory(), torch.randn(300, generator=torch.Generator().manual_seed(1))
     for t in range(3):
-        memory.encode(t, part, "int8")
-    again = Residuals()
+        leaving(memory, t, part, "int8")
+    again = Memory()
     again.load({name: tensor.clone() for name, tensor in memory.tensors().items()}, memory.round)
     for t in (2, 3):  # the last round once more, or the next
-        ours, theirs = memory.encode(t, part, "int8"), again.encode(t, part, "int8")
+        ours, theirs = leaving(memory, t, part, "int8"), leaving(again, t, part, "int8")
         assert all(torch.equal(ours[name], theirs[name]) for name in ours)

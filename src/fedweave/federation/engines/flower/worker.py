@@ -6,40 +6,40 @@ import shlex
 import signal
 from types import FrameType
 
-from flwr.app import Message
+from flwr.app import Message as FlowerMessage
 
 from fedweave.config import BackboneConfig
 from fedweave.console import Console
-from fedweave.federation.flower.launch import SuperNode
-from fedweave.federation.flower.records import from_records, to_records
-from fedweave.federation.flower.switches import hush
-from fedweave.federation.flower.tasks import answer_messages
-from fedweave.federation.site.answers import Models, Site
+from fedweave.federation.engines.flower.codec import from_records, to_records
+from fedweave.federation.engines.flower.launch import SuperNode
+from fedweave.federation.engines.flower.switches import hush
+from fedweave.federation.engines.flower.tasks import answer_messages
 from fedweave.federation.site.settings import SiteConfig
+from fedweave.federation.site.site import BuildMethod, Models, Site
 from fedweave.federation.site.sources import OwnFiles
 
 
-def work(site: SiteConfig, console: Console, own_supernode: bool) -> None:
+def work(site: SiteConfig, build_method: BuildMethod, console: Console, own_supernode: bool) -> None:
     """Answer until the process is stopped. With ``own_supernode`` the SuperNode is a child, and is started again
     whenever it ends; without, somebody else runs one with the same port and secret."""
     hush()
     source = OwnFiles(site)
     node = SuperNode(site, console)
     models = Models()
-    answering = Site(source, models, console)
+    answering = Site(source, models, build_method, console)
 
     runs: list[int] = []  # the one that this SuperNode has seen
 
-    def answer(message: Message) -> Message:
+    def answer(message: FlowerMessage) -> FlowerMessage:
         if own_supernode and runs and runs[0] != message.metadata.run_id:
             runs.clear()
             node.renew()
             raise RuntimeError("the SuperNode was started anew for another run; the question will be asked again")
         runs[:] = [message.metadata.run_id]
-        letter = from_records(message.content)
-        reply = answering.answer(letter)
-        console.say(f"{letter.facts.get('step')}: sent {reply.array_bytes / 1e6:.2f} MB of arrays")
-        return Message(to_records(reply), reply_to=message)
+        question = from_records(message.content)
+        reply = answering.answer(question)
+        console.say(f"{question.facts.get('step')}: sent {reply.size / 1e6:.2f} MB of arrays")
+        return FlowerMessage(to_records(reply), reply_to=message)
 
     signal.signal(signal.SIGTERM, _interrupt)
     try:

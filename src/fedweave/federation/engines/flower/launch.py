@@ -19,8 +19,8 @@ from pathlib import Path
 
 from fedweave.console import Console
 from fedweave.errors import UserError
-from fedweave.federation.flower.switches import quiet_environment
-from fedweave.federation.flower.tasks import Runtime
+from fedweave.federation.engines.flower.switches import quiet_environment
+from fedweave.federation.engines.flower.tasks import Runtime
 from fedweave.federation.site.settings import SiteConfig
 
 _TURNED_AWAY = "[code: 2004]"  # SuperNode: the SuperLink does not know its key, or still counts on its last process
@@ -41,7 +41,7 @@ publisher = "fedweave"
 
 [tool.flwr.app.components]
 serverapp = "fedweave_app:server"
-clientapp = "fedweave.federation.flower.client_app:app"
+clientapp = "fedweave.runs.client_app:app"
 """
 _SERVER = '''"""The server of a FedWeave federation is the process that ran `fedweave federate`."""
 

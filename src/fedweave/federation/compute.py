@@ -1,0 +1,100 @@
+"""What clients of one process compute with: the frozen backbone, experts on it, and the lockstep trainer."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import torch
+
+from fedweave.backbone.load import Backbone
+from fedweave.config import Config, TrainingConfig
+from fedweave.console import Console
+from fedweave.discovery.clusterers import Buckets, discover_all
+from fedweave.experts.layout import AdapterLayout
+from fedweave.experts.mixture import Mixture
+from fedweave.federation.buffer import VectorBuffer
+from fedweave.federation.client import Client
+from fedweave.router.mlp import RouterLayout
+from fedweave.streams import stream_key
+from fedweave.training.batch import Lane
+from fedweave.training.lockstep import LaneResult, LockstepTrainer
+from fedweave.training.memory import lanes_that_fit
+
+
+class Compute:
+    """All clients of a simulation share one; a site has its own."""
+
+    def __init__(self, backbone: Backbone, config: Config, console: Console):
+        self.backbone, self.config, self.console = backbone, config, console
+        self.layers = backbone.linear_layers(config.experts.target_modules)
+        self.adapters: VectorBuffer | None = None  # warmup adapters of all buckets, until the server asks for them
+        self._mixture: Mixture | None = None
+        self._trainer: LockstepTrainer | None = None
+
+    @property
+    def device(self) -> torch.device:
+        return self.backbone.device
+
+    def mixture(self, layout: AdapterLayout) -> Mixture:
+        """Experts of this layout on the backbone, in place of any other."""
+        if self._mixture is None or self._mixture.layout != layout:
+            self.detach()
+            self._mixture = Mixture(self.layers, layout, self.config.experts.alpha)
+        return self._mixture
+
+    def detach(self) -> None:
+        if self._trainer is not None:
+            self._trainer.release()
+        if self._mixture is not None:
+            self._mixture.detach()
+            self._mixture = self._trainer = None
+
+    def cluster(self, clients: Sequence[Client]) -> list[Buckets]:
+        """Every client clusters its own features."""
+        progress = self.console.progress("clustering", len(clients), "clients")
+        # scikit-learn takes 32-bit seeds
+        seeds = [stream_key("clusters", self.config.seed, client.index) % 2**32 for client in clients]
+        features = [client.data.features.numpy() for client in clients]
+        found = discover_all(features, self.config.discovery, seeds, progress.advance, self.device)
+        progress.close()
+        return found
+
+    def train(
+        self,
+        layout: AdapterLayout,
+        router: RouterLayout | None,
+        lanes: Sequence[Lane],
+        label: str,
+        transient: bool = False,
+        training: TrainingConfig | None = None,
+    ) -> Iterator[LaneResult]:
+        """Train lanes and hand their results out one by one, in order; with ``training`` in place of the run's."""
+        trainer = self._trainer_for(layout, router, training or self.config.training)
+        fit = trainer.fits.get(len(lanes))
+        if fit is None:  # once: what the trainer keeps for the next round is not free then
+            fit = trainer.fits[len(lanes)] = lanes_that_fit(
+                self.backbone, lanes, self.config.training.clients_per_step
+            )
+            if len(lanes) > 1 and self.config.training.clients_per_step == "auto":
+                self.console.say(f"{label}: {min(fit.lanes, len(lanes))} of {len(lanes)} at a time ({fit.why})")
+        steps = sum(len(lane.schedule) for lane in lanes)
+        progress = self.console.progress(label, steps, "steps", transient)
+        for done, result in enumerate(trainer.train(lanes, fit.lanes, progress.advance), 1):
+            if done == len(lanes):  # before the last: whoever takes as many as there are never comes back
+                progress.close()
+            yield result
+
+    def _trainer_for(
+        self, layout: AdapterLayout, router: RouterLayout | None, training: TrainingConfig
+    ) -> LockstepTrainer:
+        """The trainer of this layout, kept over rounds together with what it has recorded."""
+        mixture, last, config = self.mixture(layout), self._trainer, self.config
+        if last is None or last.mixture is not mixture or last.router != router or last.config != training:
+            if last is not None:
+                last.release()
+            last = LockstepTrainer(
+                self.backbone, mixture, router, training, config.experts.dropout, config.router.lr
+            )
+            last.warn = self.console.warn
+            self._trainer = last
+        return last

@@ -1,0 +1,91 @@
+"""An engine: where clients run, and how a question reaches them. It knows nothing of what a question is for."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from fedweave.config import Config
+from fedweave.console import Console
+from fedweave.errors import UserError
+from fedweave.experts.layout import AdapterLayout, Shaped
+from fedweave.federation.admission import Door, Receipts, Sealed
+from fedweave.federation.client import Member
+from fedweave.federation.message import Message
+from fedweave.federation.steps import Asked, R, Reply
+
+
+class Engine(ABC):
+    """The server's view of its clients: who they are, and the one way to ask them."""
+
+    config: Config
+    console: Console
+    members: Sequence[Any]  # each a Member
+    layers: Mapping[str, Shaped]  # the backbone's adapted layers, or just their shapes
+    device: torch.device  # where the server computes
+    identity: Mapping[str, str]  # Backbone.identity of the federation
+    width: int  # d of the router's features
+    grows = False  # whether clients may come after alignment
+    travels = True  # whether messages leave the process
+
+    def layout(self, rank: int, experts: int) -> AdapterLayout:
+        return AdapterLayout.of(self.layers, rank, experts)
+
+    # ---------------------------------------------------------------------------------- asking
+
+    def ask(
+        self, step: Reply[R], members: Sequence[Any], question: Message, receipts: Receipts | None = None
+    ) -> Iterator[tuple[Any, R]]:
+        """Put a question to these clients; what they reply, as it comes and once the door has let it in."""
+        question.facts.setdefault("t", 0)
+        asked = [Asked(member, question, self.layers, self.width) for member in members]
+        door = Door(self.config, step, asked, self.identity, self.device, receipts or Receipts())
+        for member, sealed in self.replies(step, asked, question):
+            reply = door.admit(member, sealed, self.console.warn)
+            if reply is not None:
+                yield member, reply
+
+    @abstractmethod
+    def replies(self, step: Reply, asked: Sequence[Asked], question: Message) -> Iterator[tuple[Member, Sealed]]:
+        """Whatever comes back, from whom, unopened."""
+
+    # ---------------------------------------------------------------------------------- who is there
+
+    def present(self) -> Sequence[Any]:
+        """The clients that can be asked now."""
+        return self.members
+
+    def newcomers(self) -> Sequence[Any]:
+        """Clients that came after alignment and have no experts yet."""
+        return []
+
+    def welcome(self, newcomer: Any) -> None:
+        """A newcomer has been given experts: from now on it is a member."""
+        self.members = [*self.members, newcomer]
+
+    def only(self, answered: set[int]) -> None:
+        """Go on with the members that have answered; those that have not may come back as newcomers."""
+        if not any(member.index in answered for member in self.members):
+            raise UserError("no client gave a usable answer to the first question; look at the lines above.")
+        self.members = [member for member in self.members if member.index in answered]
+
+    # ---------------------------------------------------------------------------------- memories
+
+    @abstractmethod
+    def restore(self, records: Sequence[dict[str, Any]], tensors: Mapping[str, torch.Tensor]) -> None:
+        """The clients as a checkpoint recorded them; their :meth:`memories` are among its tensors."""
+
+    def memories(self) -> dict[str, torch.Tensor]:
+        """What clients must not forget when the server resumes, where the server plays the clients."""
+        return {}
+
+    def entrust(self, name: str, tensor: torch.Tensor) -> None:
+        """Put something into every client's memory before round 1, where the server plays the clients."""
+        return None
+
+    def kept(self, name: str) -> torch.Tensor | None:
+        """[clients, …] what clients keep under a name, where the server plays them; None where they do."""
+        return None

@@ -1,0 +1,116 @@
+"""Between a server and its sites: questions out, replies in, over a Flower Grid."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+from flwr.app import Message as FlowerMessage
+from flwr.serverapp import Grid
+
+from fedweave.config import Config, dump_config
+from fedweave.console import Console
+from fedweave.federation.client import Distant
+from fedweave.federation.engines.flower.codec import from_records, to_record, to_records
+from fedweave.federation.message import Message, NoAnswer
+
+W = TypeVar("W")
+POLL = 0.25  # seconds between two looks for answers
+_EXPIRY = 10.0  # seconds after its deadline at which Flower forgets a question
+_EXPIRED = {3, 4}  # Flower's codes for a message that it no longer has
+_REASONS = {**dict.fromkeys(_EXPIRED, "its time was up"), 5: "its node went away"}
+_TOGETHER = 16  # answers fetched at a time: what the server holds does not grow with the sites
+
+
+@dataclass
+class RemoteSite(Distant):
+    """A site and its Flower node."""
+
+    node: int | None = None  # while it is there
+    home: int | None = None  # the node that it last was: one key is one node as long as the SuperLink remembers it
+
+    def record(self) -> dict[str, Any]:
+        return {key: value for key, value in super().record().items() if key != "node"}
+
+
+class Transport:
+    """Carries questions to sites and hands their replies out, unopened. ``settings`` is the config that sites are
+    told, and ``silent`` hears of a site that missed a deadline."""
+
+    def __init__(
+        self,
+        grid: Grid,
+        console: Console,
+        federation: str,
+        settings: Config,
+        deadline: float,
+        silent: Callable[[RemoteSite], None],
+    ):
+        self.grid, self.console, self.federation, self.deadline = grid, console, federation, deadline
+        self.silent = silent
+        self._settings = dump_config(settings)
+
+    def ask(
+        self, step: str, sites: Sequence[RemoteSite], question: Message
+    ) -> Iterator[tuple[RemoteSite, FlowerMessage]]:
+        """Ask these sites and hand their replies out as they come, until all have answered or time is up."""
+        if not sites:
+            return
+        waiting = self.push(step, sites, question, lambda site: site, self.deadline + _EXPIRY)
+        end = time.monotonic() + self.deadline
+        while waiting and time.monotonic() < end:
+            for reply in self.pull(waiting):
+                yield waiting.pop(reply.metadata.reply_to_message_id), reply
+            if waiting:
+                time.sleep(POLL)
+        for site in waiting.values():
+            self.console.warn(f"site {site.name} did not answer within {self.deadline:g} s; the rest goes on.")
+            self.silent(site)
+
+    def push(
+        self,
+        step: str,
+        sites: Sequence[RemoteSite],
+        question: Message,
+        who: Callable[[RemoteSite], W],
+        valid: float,
+    ) -> dict[str, W]:
+        """Send a question to each, ``valid`` for so many seconds; returns ``who`` by the message's number."""
+        if not sites:
+            return {}
+        arrays = to_record(question.tensors)
+        numbers = self.grid.push_messages([
+            FlowerMessage(
+                to_records(site.addressed(question, step, self._settings, self.federation), arrays),
+                site.node or 0,
+                "query",
+                ttl=valid,
+            )
+            for site in sites
+        ])  # fmt: skip
+        return {str(number): who(site) for number, site in zip(numbers, sites, strict=True) if number}
+
+    def pull(self, waiting: dict[str, W]) -> Iterator[FlowerMessage]:
+        """What has come in, each reply once, a few at a time."""
+        numbers = list(waiting)
+        for start in range(0, len(numbers), _TOGETHER):
+            for reply in list(self.grid.pull_messages(numbers[start : start + _TOGETHER])):
+                if reply.metadata.reply_to_message_id in waiting:
+                    yield reply
+
+
+def opened(reply: FlowerMessage) -> Message:
+    """The message in a reply, or :class:`NoAnswer` with the error inside, of Flower or of the site."""
+    if reply.has_error():
+        raise NoAnswer(_REASONS.get(reply.error.code) or reply.error.reason or f"Flower error {reply.error.code}")
+    message = from_records(reply.content)
+    if "error" in message.facts:
+        raise NoAnswer(str(message.facts["error"])[:300].rstrip("."))
+    return message
+
+
+def is_lost(reply: FlowerMessage) -> bool:
+    """Whether Flower lost the question or the node, so that asking again is all there is to do."""
+    return reply.has_error() and reply.error.code in _REASONS

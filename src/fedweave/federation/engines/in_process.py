@@ -1,0 +1,96 @@
+"""All clients in this process, on one device, trained in lockstep. A site is such an engine with one client."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from fedweave.backbone.load import Backbone
+from fedweave.config import Config
+from fedweave.console import Console
+from fedweave.federation.admission import Sealed
+from fedweave.federation.client import OWN, RESIDUAL, Client, Member
+from fedweave.federation.compute import Compute
+from fedweave.federation.engines.base import Engine
+from fedweave.federation.exit import Exit
+from fedweave.federation.message import Message
+from fedweave.federation.steps import Asked, Reply, Step
+
+
+class InProcessEngine(Engine):
+    """Clients that share one frozen backbone."""
+
+    members: list[Client]
+    travels = False  # whether answers leave the process
+
+    def __init__(self, backbone: Backbone, clients: list[Client], config: Config, console: Console):
+        self.members, self.config, self.console = clients, config, console
+        self.compute = Compute(backbone, config, console)
+        self.layers = self.compute.layers
+        self.exit = Exit(config, backbone.identity, self.travels)
+
+    @property
+    def backbone(self) -> Backbone:
+        return self.compute.backbone
+
+    @property
+    def device(self) -> torch.device:  # type: ignore[override]
+        return self.backbone.device
+
+    @property
+    def identity(self) -> Mapping[str, str]:  # type: ignore[override]
+        return self.backbone.identity
+
+    @property
+    def width(self) -> int:  # type: ignore[override]
+        return self.members[0].data.features.shape[1]
+
+    def replies(self, step: Reply, asked: Sequence[Asked], question: Message) -> Iterator[tuple[Member, Sealed]]:
+        for client, message in self.answers(step, asked, question):
+            yield client, lambda message=message: message  # type: ignore[misc]
+
+    def answers(self, step: Reply, asked: Sequence[Asked], question: Message) -> Iterator[tuple[Client, Message]]:
+        """What these clients send, one by one."""
+        assert isinstance(step, Step)
+        together = step.together or max(1, len(asked))
+        for start in range(0, len(asked), together):
+            group = asked[start : start + together]
+            clients: list[Client] = [one.member for one in group]  # type: ignore[misc]
+            computed = step.answer(self.compute, clients, question)
+            for one, client, answer in zip(group, clients, computed, strict=True):
+                yield client, self.exit.leave(step, one, client, answer)
+
+    def detach(self) -> None:
+        self.compute.detach()
+
+    # ---------------------------------------------------------------------------------- memories
+
+    def restore(self, records: Sequence[dict[str, Any]], tensors: Mapping[str, torch.Tensor]) -> None:
+        own = tensors.get("private")
+        for row, (client, record) in enumerate(zip(self.members, records, strict=True)):
+            client.restore(record)
+            prefix = _residuals(client)
+            owed = {RESIDUAL + n.removeprefix(prefix): x for n, x in tensors.items() if n.startswith(prefix)}
+            client.memory.restore(owed | ({} if own is None else {OWN: own[row].to(self.device)}))
+
+    def memories(self) -> dict[str, torch.Tensor]:
+        """What rounding has taken; what clients keep for themselves is in the state (``ServerState.private``)."""
+        return {
+            f"{_residuals(client)}{name.removeprefix(RESIDUAL)}": owed
+            for client in self.members
+            for name, owed in client.memory.after.items()
+            if name.startswith(RESIDUAL)
+        }
+
+    def entrust(self, name: str, tensor: torch.Tensor) -> None:
+        for client in self.members:
+            client.memory.keep(name, tensor)
+
+    def kept(self, name: str) -> torch.Tensor | None:
+        return torch.stack([client.memory.after[name] for client in self.members])
+
+
+def _residuals(client: Client) -> str:
+    return f"{RESIDUAL}{client.index}."

@@ -1,0 +1,61 @@
+"""The one exit of a client: every number that is derived from its data leaves through :meth:`Exit.leave`.
+
+Whatever is to happen to all that leaves (clipping, noise, masks) is a filter in :func:`filters`; no step, no method
+and no engine has another way out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+from fedweave.config import Config
+from fedweave.federation.client import RESIDUAL, Client
+from fedweave.federation.message import Facts, Message
+from fedweave.federation.precision import decode, encode
+from fedweave.federation.steps import Answer, Asked, Reply
+
+# What is done to an answer on its way out. A filter may change numbers; names and shapes stay those of the step.
+Filter = Callable[[Reply, Asked, Client, Answer], Answer]
+
+
+def filters(config: Config) -> list[Filter]:
+    """What everything passes, in this order, before it is rounded and sent."""
+    return []
+
+
+class Exit:
+    """Makes messages of answers. ``travels`` says that they leave the process."""
+
+    def __init__(self, config: Config, identity: dict[str, str], travels: bool):
+        self.identity, self.travels = identity, travels
+        self.filters = filters(config)
+        self.precision = config.federation.update_dtype
+
+    def leave(self, step: Reply, asked: Asked, client: Client, answer: Answer) -> Message:
+        """The message that leaves; it says which question it answers and on which model."""
+        for apply in self.filters:
+            answer = apply(step, asked, client, answer)
+        header: Facts = {"step": step.name, "t": asked.question.facts["t"], **self.identity}
+        tensors: dict[str, torch.Tensor] = {}
+        for name, part in step.parts(asked, answer.figures).items():
+            values = answer.parts[name]
+            if part.rows and self.travels:  # no single row leaves
+                values = values.mean(0, keepdim=True)
+            tensors |= self._rounded(client, name, values) if part.rounded else {name: values}
+        return Message(tensors, header | answer.figures)
+
+    def _rounded(self, client: Client, name: str, values: torch.Tensor) -> dict[str, torch.Tensor]:
+        """In fewer bytes, with error feedback: what rounding takes from one update the client remembers and adds to
+        the next, so that rounding delays a change but never loses it."""
+        values = values.float()
+        if self.precision == "float32":
+            return {name: values}
+        owed = client.memory.get(RESIDUAL + name)
+        full = values if owed is None else values + owed.to(values.device)
+        sent = encode(name, full, self.precision)
+        # a NaN is refused by the server; it must not spoil the rounds after it
+        lost = (full - decode(name, sent, self.precision)).nan_to_num(0.0, 0.0, 0.0)
+        client.memory.keep(RESIDUAL + name, lost)
+        return sent

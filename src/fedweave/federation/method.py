@@ -1,0 +1,174 @@
+"""What a federated method is: how it prepares, what a client trains and shares, how the server averages.
+
+Everything a baseline or an ablation changes is one of these functions; the round loop, the trainer, the exit, the
+door and the engines are the same for all. The defaults are FedAvg of whole updates.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+
+from fedweave.aggregation.rules import ClientAverage, ExpertAverage
+from fedweave.config import Config
+from fedweave.discovery.clusterers import Buckets
+from fedweave.experts.layout import AdapterLayout
+from fedweave.federation.client import Client, Member
+from fedweave.federation.compute import Compute
+from fedweave.federation.evaluate import Evaluate
+from fedweave.federation.state import ServerState
+from fedweave.federation.steps import Step
+from fedweave.federation.train import Train, Update
+from fedweave.router.mlp import RouterLayout
+from fedweave.router.routed import RoutedExperts
+from fedweave.training.batch import Lane
+from fedweave.training.schedule import allot_steps, local_schedule
+
+if TYPE_CHECKING:
+    from fedweave.federation.engines.base import Engine
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """The shapes that a method's costs follow from."""
+
+    single: AdapterLayout  # the one adapter of FedIT and its kin
+    experts: AdapterLayout
+    router: RouterLayout
+    served: int  # experts that a client has buckets for; a mixed client has them all
+
+
+@dataclass(frozen=True)
+class Payload:
+    """One method's numbers: trainable in the federation, sent and received by one client in a round (at most)."""
+
+    rank: int
+    experts: int
+    routers: int
+    trainable: int
+    up: int
+    down: int
+
+
+Units = Callable[[Compute, Sequence[Client]], list[Buckets]]  # what a client's units of specialisation are
+
+
+def whole_clients(compute: Compute, clients: Sequence[Client]) -> list[Buckets]:
+    """The unit is the client: everything in one bucket."""
+    return [Buckets([np.arange(len(client.data))], {}) for client in clients]
+
+
+class Method(ABC):
+    """The steps and rules of a federated method; ``methods/fedweave.py`` is the fullest example."""
+
+    summary = ""
+    uses_labels = False  # True only for an upper bound that is told the tasks
+    own_routing = "sparse"  # how the method means its experts to be used at inference
+    discovers = False  # whether clients sign their units before round 1, so that experts can be aligned
+    units: Units = staticmethod(whole_clients)
+
+    def __init__(self, config: Config):
+        self.config = config
+        self.train, self.evaluate = Train(self), Evaluate(self)
+
+    def steps(self) -> list[Step]:
+        """Every question that this method asks."""
+        return [self.train, self.evaluate]
+
+    # ---------------------------------------------------------------------------------- once
+
+    @abstractmethod
+    def prepare(self, engine: Engine, start: RoutedExperts | None = None) -> ServerState:
+        """Algorithm 1, lines 1 to 6: the clients' buckets and assignments, and the first state. With ``start``
+        (``init=BUNDLE``) experts and router exist, and each bucket finds the one that it belongs to."""
+
+    def admit(self, engine: Engine, state: ServerState, newcomer: Member) -> str:
+        """Give a client that comes after alignment its experts, -1 where none fits; a line for the log, or nothing
+        where it must wait. Unless a method says otherwise, it waits."""
+        return ""
+
+    # ---------------------------------------------------------------------------------- client side
+
+    def form_buckets(self, compute: Compute, clients: Sequence[Client]) -> list[Buckets]:
+        """Every client gets its buckets; the same ones whenever it is asked."""
+        found = self.units(compute, clients)
+        for client, buckets in zip(clients, found, strict=True):
+            client.buckets, client.note = buckets.members, buckets.note
+        return found
+
+    def lane(self, client: Client, state: RoutedExperts, t: int) -> Lane:
+        """Lines 10 and 11: what client i trains in round t."""
+        training = self.config.training
+        schedule = local_schedule(
+            client.buckets, training.local_steps, training.batch_size, self.config.seed, t, client.index
+        )
+        phi = state.phi[0] if state.phi is not None else None
+        return Lane(client.data, schedule, state.theta, phi, (self.config.seed, t, client.index))
+
+    def counts(self, client: Client, experts: int) -> torch.Tensor:
+        """n(i,m), [M]: the examples with which client i speaks for each expert."""
+        return client.counts(experts, allot_steps(client.sizes, self.config.training.local_steps))
+
+    def local_updates(
+        self, compute: Compute, state: RoutedExperts, clients: Sequence[Client], t: int
+    ) -> Iterator[Update]:
+        """Lines 9 to 13: every client trains from the broadcast state; updates come one by one."""
+        lanes = [self.lane(client, state, t) for client in clients]
+        results = compute.train(state.layout, state.router, lanes, f"round {t + 1}", transient=True)
+        for client, result in zip(clients, results, strict=True):
+            counts = self.counts(client, state.layout.experts)
+            yield Update(
+                client.index,
+                result.delta_theta,
+                counts,
+                result.delta_phi,
+                len(client),
+                result.losses,
+                result.tokens,
+            )
+
+    def shared(self, layout: AdapterLayout) -> torch.Tensor | None:
+        """The columns of θ that travel, [P] bool; None: all of them. A client keeps the others in its memory."""
+        return None
+
+    # ---------------------------------------------------------------------------------- server side
+
+    def aggregate(self, engine: Engine, state: ServerState, updates: Iterable[Update]) -> ServerState:
+        """Line 14: experts over matched prototypes, the router over whole clients."""
+        experts = ExpertAverage(state.layout, state.theta.device)
+        router = ClientAverage(state.router.size, state.theta.device) if state.router else None
+        for update in updates:
+            experts.add(update.delta_theta, update.counts)
+            if router is not None and update.delta_phi is not None:
+                router.add(update.delta_phi, update.samples)
+        phi = state.phi + router.step() if router is not None and state.phi is not None else None
+        return replace(state, theta=state.theta + experts.step(), phi=phi)
+
+    def served(self, state: ServerState) -> list[RoutedExperts]:
+        """The global model; a method without one names every client's, and figures are their mean. None at all
+        where a part of the model stays at sites elsewhere."""
+        return [state]
+
+    @classmethod
+    @abstractmethod
+    def payload(cls, sizes: Sizes) -> Payload:
+        """What a federation of these sizes trains and sends."""
+
+    # ---------------------------------------------------------------------------------- inference
+
+    @property
+    def routing(self) -> str:
+        """Routing of the test."""
+        asked = self.config.evaluation.routing
+        return self.own_routing if asked == "auto" else asked
+
+    @property
+    def selection(self) -> str:
+        """Routing of the validation loss."""
+        asked = self.config.evaluation.selection
+        return self.routing if asked == "auto" else asked

@@ -1,0 +1,99 @@
+"""``fedweave site check``: every question of a federation once, with nobody listening, and what each would send."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import torch
+
+from fedweave.alignment.align import Alignment
+from fedweave.config import Config, dump_config
+from fedweave.console import Console, table
+from fedweave.errors import UserError
+from fedweave.federation.admission import Sealed
+from fedweave.federation.client import Distant, Member
+from fedweave.federation.engines.base import Engine
+from fedweave.federation.hello import Hello
+from fedweave.federation.message import Message
+from fedweave.federation.rounds import one_round
+from fedweave.federation.site.settings import SiteConfig
+from fedweave.federation.site.site import BuildMethod, Models, Site
+from fedweave.federation.site.sources import OwnFiles
+from fedweave.federation.state import broadcast
+from fedweave.federation.steps import Asked, Reply
+
+
+def check_site(settings: SiteConfig, config: Config, build_method: BuildMethod, console: Console) -> str:
+    """A table of everything that would leave; whatever is wrong with the site raises before."""
+    short = replace(
+        config,
+        training=replace(
+            config.training, local_steps=min(config.training.local_steps, config.discovery.max_buckets)
+        ),
+        discovery=replace(config.discovery, warmup_steps=1),
+    )  # as many steps as sizes need
+    source = OwnFiles(settings)
+    source.state = None  # a rehearsal leaves nothing behind
+    site = Site(source, Models(), build_method, console)
+    sent = rehearse(site, short, build_method)
+    assert site.session is not None
+    client, backbone = site.session.client, site.session.engine.backbone
+    held = len(client.held) if client.held is not None else 0
+    head = [
+        f"site {settings.name}: ready",
+        f"  data    {len(client.data)} rows to train on, {held} to validate on, {len(client.buckets)} buckets",
+        f"  model   {backbone.name}, fingerprint {backbone.fingerprint}",
+        f"  device  {backbone.device}, {str(backbone.dtype).removeprefix('torch.')}",
+        "",
+        "What it would send (as many experts as it has buckets; a federation finds their number):",
+        "",
+    ]
+    rows = [[step, name, what, f"{n:,}"] for step, message in sent.items() for name, what, n in message.rows()]
+    return "\n".join([*head, table(["step", "name", "what", "bytes"], rows)])
+
+
+def rehearse(site: Site, config: Config, build_method: BuildMethod) -> dict[str, Message]:
+    """One round of every question of the method, over an engine with this site alone; its last answer to each."""
+    engine, method = RehearsalEngine(site, config), build_method(config)
+    if hasattr(method, "align"):
+        method.align = every_bucket_apart
+    state = method.prepare(engine)
+    state, _ = one_round(method, engine, state, engine.members, 0)
+    for _ in engine.ask(method.evaluate, engine.members, broadcast(state, 0)):
+        pass
+    return engine.sent
+
+
+def every_bucket_apart(distance: np.ndarray, most: int) -> Alignment:
+    """As many experts as there are buckets: the most that this site can be asked for."""
+    return Alignment(len(distance), np.arange(len(distance)), {})
+
+
+class RehearsalEngine(Engine):
+    """A federation of one site in this process; what it sends is written down."""
+
+    device = torch.device("cpu")
+
+    def __init__(self, site: Site, config: Config):
+        self.site, self.config, self.console = site, config, site.console
+        self.members = [Distant(0, site.source.name)]
+        self.sent: dict[str, Message] = {}
+        self._settings = dump_config(config)
+        self.layers, self.width = {}, 0
+        self.identity: Mapping[str, str] = {}
+        for _, told in self.ask(Hello(), self.members, Message()):
+            self.identity, self.layers, self.width = told.identity, told.layers, told.width
+
+    def replies(self, step: Reply, asked: Sequence[Asked], question: Message) -> Iterator[tuple[Member, Sealed]]:
+        for member in self.members:
+            message = self.site.answer(member.addressed(question, step.name, self._settings, "rehearsal"))
+            if "error" in message.facts:
+                raise UserError(f"the site cannot answer {step.name!r}: {message.facts['error']}")
+            self.sent[step.name] = message
+            yield member, lambda message=message: message  # type: ignore[misc]
+
+    def restore(self, records: Sequence[dict[str, Any]], tensors: Mapping[str, torch.Tensor]) -> None:
+        """Nothing is kept of a rehearsal."""

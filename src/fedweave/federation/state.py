@@ -1,0 +1,53 @@
+"""What the server holds from round to round, and the part of it that it tells its clients."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from fedweave.experts.layout import AdapterLayout, Shaped
+from fedweave.federation.message import Facts, Message
+from fedweave.router.mlp import RouterLayout
+from fedweave.router.routed import RoutedExperts
+
+
+@dataclass
+class ServerState(RoutedExperts):
+    """The global model and what the server remembers beside it."""
+
+    private: torch.Tensor | None = None  # [clients, P] what clients keep, where the server plays them
+    signatures: torch.Tensor | None = None  # [M, D] means of the experts' buckets, for clients that come later
+    norms: dict[str, list[float]] = field(default_factory=dict)  # median norms of accepted updates, recent rounds
+    report: dict[str, Any] = field(default_factory=dict)  # how discovery and alignment went
+
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """What a checkpoint must hold."""
+        own = {"private": self.private, "signatures": self.signatures}
+        return super().tensors() | {name: tensor for name, tensor in own.items() if tensor is not None}
+
+
+def broadcast(model: RoutedExperts, t: int) -> Message:
+    """Line 9: experts and routers, as every participant of round t receives them."""
+    facts: Facts = {"t": t, "rank": model.layout.rank, "experts": model.layout.experts, "shares": model.shares}
+    return Message(RoutedExperts.tensors(model), facts | (router_facts(model.router) if model.router else {}))
+
+
+def received(message: Message, layers: Mapping[str, Shaped], device: torch.device) -> RoutedExperts:
+    """A broadcast as a client uses it."""
+    tensors = {name: tensor.to(device) for name, tensor in message.tensors.items()}
+    facts = message.facts
+    layout = AdapterLayout.of(layers, facts["rank"], facts["experts"])
+    return RoutedExperts(layout, read_router(facts), tensors["theta"], tensors.get("phi"), list(facts["shares"]))
+
+
+def router_facts(router: RouterLayout) -> Facts:
+    return {"width": router.width, "hidden": router.hidden, "router_experts": router.experts, "scale": router.scale}
+
+
+def read_router(facts: Facts) -> RouterLayout | None:
+    if "hidden" not in facts:
+        return None
+    return RouterLayout(facts["width"], facts["hidden"], facts["router_experts"], facts["scale"])

@@ -1,0 +1,151 @@
+"""The question of a round (lines 9 to 13): train the broadcast model on your data, and send what you learned.
+
+A reply holds what the method shares and nothing else: ``expert.m`` where n(i,m) > 0, and ``router``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+
+from fedweave.federation.client import OWN, Client
+from fedweave.federation.message import Facts, Message, Refused
+from fedweave.federation.state import received
+from fedweave.federation.steps import Answer, Asked, Figure, Part, Step, adam_reach
+from fedweave.router.mlp import RouterLayout
+
+if TYPE_CHECKING:
+    from fedweave.experts.layout import AdapterLayout
+    from fedweave.federation.compute import Compute
+    from fedweave.federation.method import Method
+
+EXPERTS, ROUTER = "experts", "router"  # the two limits on norms
+
+
+def expert_name(m: int) -> str:
+    return f"expert.{m}"
+
+
+@dataclass
+class Update:
+    """What a client learned in a round, before it is packed and after it is unpacked."""
+
+    client: int
+    delta_theta: torch.Tensor  # [P]
+    counts: torch.Tensor  # [M] n(i,m); zero means: that expert's part is not uploaded
+    delta_phi: torch.Tensor | None  # [Q]
+    samples: int  # |D_i|
+    losses: list[float]  # of every local step
+    tokens: int
+
+
+class Train(Step[Update]):
+    """One round at the clients."""
+
+    name = "train"
+
+    def __init__(self, method: Method):
+        self.method, self.config = method, method.config
+        self._columns: tuple[AdapterLayout, torch.device, list[torch.Tensor]] | None = None
+
+    # ---------------------------------------------------------------------------------- client side
+
+    def answer(self, compute: Compute, clients: Sequence[Client], question: Message) -> Iterator[Answer]:
+        state, t = received(question, compute.layers, compute.device), question.facts["t"]
+        for client in clients:
+            client.memory.begin(t)
+        shared = self.method.shared(state.layout)
+        updates = self.method.local_updates(compute, state, clients, t)
+        for client, update in zip(clients, updates, strict=True):
+            if shared is not None:
+                self._keep(client, update, shared.to(update.delta_theta.device))
+            parts = {
+                expert_name(m): update.delta_theta[columns]
+                for m, columns in enumerate(self.columns(state.layout, compute.device))
+                if update.counts[m] > 0 and len(columns)
+            }
+            if update.delta_phi is not None:
+                parts[ROUTER] = update.delta_phi
+            yield Answer(parts, {
+                "counts": update.counts.tolist(), "samples": update.samples, "losses": update.losses,
+                "tokens": update.tokens,
+            })  # fmt: skip
+
+    def _keep(self, client: Client, update: Update, shared: torch.Tensor) -> None:
+        """Move what the client has for itself, where the method gives it anything of its own."""
+        if (own := client.memory.get(OWN)) is not None:
+            client.memory.keep(OWN, own + torch.where(shared, 0.0, update.delta_theta))
+
+    def columns(self, layout: AdapterLayout, device: torch.device) -> list[torch.Tensor]:
+        """For every expert the columns of θ that travel."""
+        if self._columns is None or self._columns[0] is not layout or self._columns[1] != device:
+            shared = self.method.shared(layout)
+            owner = layout.expert_of_column
+            owner = (owner if shared is None else owner.where(shared.cpu(), -1)).to(device)
+            found = [(owner == m).nonzero()[:, 0] for m in range(layout.experts)]
+            self._columns = (layout, device, found)
+        return self._columns[2]
+
+    # ---------------------------------------------------------------------------------- server side
+
+    def figures(self, asked: Asked) -> dict[str, Figure]:
+        examples = min(len(asked.member), self.config.federation.max_samples)
+        experts = asked.question.facts["experts"]
+        return {
+            "samples": Figure(int, 1, examples),
+            "counts": Figure(int, 0, examples, (experts, experts), summed=True),
+            "losses": Figure(float, length=(1, 1_000_000)),
+            "tokens": Figure(int, 0, 2**53),
+        }
+
+    def parts(self, asked: Asked, figures: Facts) -> dict[str, Part]:
+        counts, samples = figures["counts"], figures["samples"]
+        if not any(counts):
+            raise Refused("it has examples for no expert")
+        if max(counts) > samples:
+            raise Refused(f"it claims more of its {samples} examples for an expert than it has")
+        state = received(asked.question, asked.layers, asked.question.tensors["theta"].device)
+        sizes = [len(columns) for columns in self.columns(state.layout, state.theta.device)]
+        parts = {
+            expert_name(m): Part((size,), rounded=True, limit=EXPERTS)
+            for m, (size, count) in enumerate(zip(sizes, counts, strict=True))
+            if count > 0 and size
+        }
+        if state.router is not None:
+            parts[ROUTER] = Part((state.router.size,), rounded=True, limit=ROUTER)
+        return parts
+
+    def reach(self, asked: Asked, limit: str, size: int) -> tuple[float, str]:
+        training = self.config.training
+        rate = self.config.router.lr if limit == ROUTER else training.lr
+        reach = adam_reach(training.local_steps, rate, size)
+        if training.weight_decay:
+            away = float(asked.question.tensors["theta"].norm()) + reach
+            reach += training.local_steps * rate * training.weight_decay * away
+        return reach, "the farthest that the round's steps can lead"
+
+    def read(self, asked: Asked, parts: dict[str, torch.Tensor], figures: Facts) -> Update:
+        """Parts back in their places; a column that did not travel is zero."""
+        theta = asked.question.tensors["theta"]
+        layout = received(asked.question, asked.layers, theta.device).layout
+        delta = torch.zeros(layout.size, device=theta.device)
+        for m, columns in enumerate(self.columns(layout, theta.device)):
+            if (part := parts.get(expert_name(m))) is not None:
+                delta[columns] = part
+        return Update(
+            asked.member.index,
+            delta,
+            torch.tensor(figures["counts"], dtype=torch.float32),
+            parts.get(ROUTER),
+            int(figures["samples"]),
+            figures["losses"],
+            int(figures["tokens"]),
+        )
+
+    def broadcast_size(self, layout: AdapterLayout, router: RouterLayout | None) -> int:
+        """Bytes that a participant needs of the broadcast: the shared columns of all experts, and one router."""
+        shared = sum(len(columns) for columns in self.columns(layout, torch.device("cpu")))
+        return 4 * (shared + (router.size if router else 0))

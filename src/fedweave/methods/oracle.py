@@ -1,0 +1,114 @@
+"""An upper bound, not a method: buckets are the tasks, and the router is handed the label.
+
+Features are one-hot task labels (the workspace swaps them in for a method that ``uses_labels``) and the router is a
+fixed map from label to expert.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+
+from fedweave.config import Config
+from fedweave.discovery.clusterers import Buckets
+from fedweave.errors import UserError
+from fedweave.federation.admission import Receipts
+from fedweave.federation.client import Client
+from fedweave.federation.compute import Compute
+from fedweave.federation.engines.base import Engine
+from fedweave.federation.message import Facts, Message, Refused
+from fedweave.federation.method import Method, Payload, Sizes
+from fedweave.federation.state import ServerState
+from fedweave.federation.steps import Answer, Asked, Figure, Part, Step
+from fedweave.methods.preparation import (
+    discover_units,
+    mixture_payload,
+    preparation_bytes,
+    start_experts,
+)
+from fedweave.methods.prototypes import Discover, Prototypes, StartExperts
+from fedweave.router.mlp import RouterLayout
+from fedweave.router.routed import RoutedExperts
+from fedweave.training.batch import Lane
+
+
+def by_label(compute: Compute, clients: Sequence[Client]) -> list[Buckets]:
+    tasks = [client.data.features.argmax(1) for client in clients]
+    return [Buckets([(task == m).nonzero()[:, 0].numpy() for m in task.unique()], {}) for task in tasks]
+
+
+@dataclass
+class Labelled(Prototypes):
+    labels: tuple[int, ...] = ()  # the task of every bucket
+
+
+class DiscoverLabels(Discover):
+    """As ever, and the clients name the task of every bucket."""
+
+    def answer(self, compute: Compute, clients: Sequence[Client], question: Message) -> Iterator[Answer]:
+        for client, answer in zip(clients, super().answer(compute, clients, question), strict=True):
+            labels = client.data.features.argmax(1).unique().tolist()
+            yield replace(answer, figures=answer.figures | {"labels": labels})
+
+    def figures(self, asked: Asked) -> dict[str, Figure]:
+        several = (1, asked.width)
+        figures = super().figures(asked)
+        figures["sizes"] = replace(figures["sizes"], length=several)
+        return figures | {"labels": Figure(int, 0, asked.width - 1, several)}
+
+    def parts(self, asked: Asked, figures: Facts) -> dict[str, Part]:
+        if len(figures["labels"]) != len(figures["sizes"]):
+            raise Refused("it does not name the task of every bucket")
+        return super().parts(asked, figures)
+
+    def read(self, asked: Asked, parts: dict[str, torch.Tensor], figures: Facts) -> Labelled:
+        told = super().read(asked, parts, figures)
+        return Labelled(told.sizes, told.signatures, told.note, told.silhouettes, tuple(figures["labels"]))
+
+
+class Oracle(Method):
+    summary = "upper bound: told every task label, one expert per task"
+    uses_labels = True
+    discovers = True
+    units = staticmethod(by_label)
+
+    def __init__(self, config: Config):
+        super().__init__(config)
+        self.discover = DiscoverLabels(self)
+        self.start = StartExperts(self.discover)
+
+    def steps(self) -> list[Step]:
+        return [self.discover, self.start, *super().steps()]
+
+    def prepare(self, engine: Engine, start: RoutedExperts | None = None) -> ServerState:
+        if start is not None:
+            raise UserError(f"method={self.config.method} cannot start from a bundle; leave init empty.")
+        heard, started = Receipts(), Receipts()
+        found = discover_units(engine, self.discover, heard)
+        for member, told in zip(engine.members, found, strict=True):
+            assert isinstance(told, Labelled)
+            member.assignment = list(told.labels)
+        layout = engine.layout(self.config.experts.rank, engine.width)
+        theta = start_experts(engine, self.start, layout, started)
+        router = RouterLayout(layout.experts, layout.experts, layout.experts)
+        phi = torch.zeros(router.size, device=engine.device)
+        views = router.views(phi)
+        views["linear1.weight"].copy_(100 * torch.eye(router.experts))
+        views["linear2.weight"].copy_(torch.eye(router.experts))
+        report = {
+            "bucket_silhouettes": {m.name: told.silhouettes for m, told in zip(engine.members, found, strict=True)},
+            "experts": layout.experts,
+            "prototype_labels": [m for member in engine.members for m in member.assignment],
+            "preparation_bytes": preparation_bytes(engine.members, (heard, 0), (started, 0)),
+        }
+        return ServerState(layout, router, theta.to(engine.device), phi[None], report=report)
+
+    def lane(self, client: Client, state: RoutedExperts, t: int) -> Lane:
+        return replace(super().lane(client, state, t), train_router=False)
+
+    @classmethod
+    def payload(cls, sizes: Sizes) -> Payload:
+        """The router is a fixed map."""
+        return mixture_payload(sizes, sizes.served, trained_router=False)

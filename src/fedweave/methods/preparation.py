@@ -1,0 +1,170 @@
+"""Lines 1 to 6 of Algorithm 1, for every method with experts: from the clients' units to the first state.
+
+The rules of the server, with the questions of :mod:`fedweave.methods.prototypes` and
+:mod:`fedweave.methods.warm_start`. Methods call them; none needs another method for it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+from fedweave.aggregation.rules import ClientAverage
+from fedweave.alignment.align import Alignment, signature_distance
+from fedweave.alignment.join import expert_distances, expert_means, joining_limit
+from fedweave.errors import UserError
+from fedweave.experts.layout import AdapterLayout
+from fedweave.federation.admission import Receipts
+from fedweave.federation.client import Member
+from fedweave.federation.engines.base import Engine
+from fedweave.federation.engines.in_process import InProcessEngine
+from fedweave.federation.message import Message
+from fedweave.federation.method import Payload, Sizes
+from fedweave.federation.state import ServerState
+from fedweave.methods.prototypes import Discover, Prototypes, StartExperts, first_adapter
+from fedweave.methods.warm_start import WarmRouter, warm_up_router
+from fedweave.router.mlp import RouterLayout
+from fedweave.router.routed import RoutedExperts
+
+Align = Callable[[np.ndarray, int], Alignment]  # (signature distances, most experts) -> M and a(i,c)
+_SHOWN_PROTOTYPES = 512  # more distances than that are nothing to read, and a large file
+
+
+def prepare_experts(
+    engine: Engine, discover: Discover, start: StartExperts, align: Align, warm: WarmRouter | None
+) -> ServerState:
+    """Buckets, signatures, alignment, initial experts and router; without ``warm`` the router starts at random."""
+    config = discover.config
+    heard, started, warmed = Receipts(), Receipts(), Receipts()
+    found = discover_units(engine, discover, heard)  # lines 1-4
+    blocks = signature_blocks(engine, discover, found)
+    distance = signature_distance(blocks)
+    report: dict[str, Any] = {
+        "bucket_silhouettes": {m.name: told.silhouettes for m, told in zip(engine.members, found, strict=True)},
+        **assign(engine.members, align(distance, config.alignment.max_experts)),  # line 5
+        "signature_distance": (
+            distance.astype(float).round(6).tolist() if len(distance) <= _SHOWN_PROTOTYPES else None
+        ),
+    }
+    # Line 6: an expert starts as the mean of its buckets' warmup adapters; the router starts at random.
+    layout = engine.layout(config.experts.rank, report["experts"])
+    theta = start_experts(engine, start, layout, started)
+    router = RouterLayout(engine.width, config.router.hidden, layout.experts, config.router.features)
+    phi = router.initial(config.seed + 1).to(engine.device)
+    if warm is not None:
+        phi = warm_up_router(engine, warm, router, phi, warmed)
+    down = 4 * router.size * config.router.warm_start.rounds
+    report["preparation_bytes"] = preparation_bytes(engine.members, (heard, 0), (started, 0), (warmed, down))
+    means = None
+    if engine.grows:
+        asked, labels = config.federation.join_distance, report["prototype_labels"]
+        report["join_distance"] = joining_limit(distance, labels) if asked == "auto" else asked
+        means = torch.from_numpy(expert_means(blocks, labels, layout.experts))  # [M, D]
+    return ServerState(layout, router, theta.to(engine.device), phi[None], signatures=means, report=report)
+
+
+def continue_experts(engine: Engine, discover: Discover, start: RoutedExperts) -> ServerState:
+    """``init=BUNDLE``: buckets are found as ever; each goes to the expert that the given router prefers for its
+    prompts, because that is the expert it would get at inference. No warmup, no signatures, and M stays."""
+    if not isinstance(engine, InProcessEngine):
+        raise UserError("init starts federations of this process only; leave it empty for real sites.")
+    found = discover.method.form_buckets(engine.compute, engine.members)
+    for client in engine.members:
+        votes = start.weights(client.data.features)  # [n, M]
+        client.assignment = [int(votes[bucket].mean(0).argmax()) for bucket in client.buckets]
+    labels = [m for client in engine.members for m in client.assignment]
+    report = {
+        "bucket_silhouettes": {c.name: b.silhouettes for c, b in zip(engine.members, found, strict=True)},
+        "prototypes": len(labels),
+        "experts": start.layout.experts,
+        "prototype_labels": labels,
+    }
+    return ServerState(start.layout, start.router, start.theta, start.phi, start.shares, report=report)
+
+
+def admit_by_signature(engine: Engine, discover: Discover, state: ServerState, newcomer: Member) -> str:
+    """Each bucket goes to its nearest expert, or is kept apart when that is too far."""
+    assert state.signatures is not None
+    limit, lines = state.report["join_distance"], []
+    for _, told in engine.ask(discover, [newcomer], Message()):
+        newcomer.learn(told.sizes, told.note)
+        blocks = signature_blocks(engine, discover, [told])
+        distances = expert_distances(blocks, state.signatures.cpu().numpy())  # [buckets, M]
+        newcomer.assignment = []
+        for c, row in enumerate(distances):
+            m, near = int(row.argmin()), bool(row.min() <= limit)
+            newcomer.assignment.append(m if near else -1)
+            place = f"expert {m}" if near else f"kept apart, the nearest expert {m} is farther than {limit:.2f}"
+            lines.append(f"bucket {c} ({told.sizes[c]} examples, distance {row[m]:.2f}) → {place}")
+    return "; ".join(lines)
+
+
+# ------------------------------------------------------------------------------------------ one rule each
+
+
+def discover_units(engine: Engine, step: Discover, receipts: Receipts) -> list[Prototypes]:
+    """What every client tells of its buckets, in the order of the members; who tells nothing takes no part."""
+    found: dict[int, Prototypes] = {}
+    for member, told in engine.ask(step, engine.present(), Message(), receipts):
+        member.learn(told.sizes, told.note)
+        found[member.index] = told
+    engine.only(set(found))
+    return [found[member.index] for member in engine.members]
+
+
+def signature_blocks(engine: Engine, step: Discover, found: Sequence[Prototypes]) -> list[np.ndarray]:
+    """Per LoRA-B block one matrix over all prototypes, [prototypes, width]."""
+    signer = step.signer(engine.layout(step.config.experts.rank, 1))
+    return signer.blocks([signature for told in found for signature in told.signatures])
+
+
+def assign(members: Sequence[Member], alignment: Alignment) -> dict[str, Any]:
+    """a(i,c) to every client, and what discovery.json says of it."""
+    labels = iter(alignment.labels.tolist())
+    for member in members:
+        member.assignment = [next(labels) for _ in member.sizes]
+    return {
+        "prototypes": len(alignment.labels),
+        "experts": alignment.experts,
+        "prototype_labels": alignment.labels.tolist(),
+        "alignment_silhouettes": alignment.silhouettes,
+        "alignment_note": alignment.note,
+    }
+
+
+def start_experts(engine: Engine, step: StartExperts, layout: AdapterLayout, receipts: Receipts) -> torch.Tensor:
+    """θ⁰ [P]: means of warmup adapters as a stream; an expert without any starts where all of them did."""
+    single = layout.with_experts(1)
+    means = [ClientAverage(single.size, torch.device("cpu")) for _ in range(layout.experts)]
+    for _, start in engine.ask(step, engine.members, Message(), receipts):
+        for m, adapter, buckets in start:
+            means[m].add(adapter, buckets)
+    first = first_adapter(single, step.config.seed)
+    return layout.stack([mean.step() if mean.weight else first for mean in means])
+
+
+def preparation_bytes(members: Sequence[Member], *asked: tuple[Receipts, int]) -> dict[str, dict[str, int]]:
+    """What each client sent and received before round 1, from (receipts, bytes received) of every step."""
+    return {
+        member.name: {
+            "up": sum(receipts.bytes_up.get(member.name, 0) for receipts, _ in asked),
+            "down": sum(down for receipts, down in asked if member.name in receipts.bytes_up),
+        }
+        for member in members
+    }
+
+
+def mixture_payload(sizes: Sizes, up_experts: int, routers: int = 1, trained_router: bool = True) -> Payload:
+    """The costs of a method with several experts, of which a client sends so many."""
+    router, experts = sizes.router.size if trained_router else 0, sizes.experts
+    return Payload(
+        rank=experts.rank,
+        experts=experts.experts,
+        routers=routers,
+        trainable=experts.size + routers * router,
+        up=up_experts * (experts.size // experts.experts) + router,
+        down=experts.size + router,
+    )

@@ -1,0 +1,180 @@
+"""The two questions before round 1: which units of specialisation do you have, and what should experts start from?
+
+A method says what its units are (clusters of prompts, whole clients, labels); the rest is the same for all.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import lru_cache
+
+import torch
+
+from fedweave.config import Config
+from fedweave.discovery.signatures import Signatures, warmup_lane
+from fedweave.errors import UserError
+from fedweave.experts.layout import AdapterLayout
+from fedweave.federation.buffer import VectorBuffer
+from fedweave.federation.client import Client
+from fedweave.federation.compute import Compute
+from fedweave.federation.message import Facts, Message, Refused
+from fedweave.federation.method import Method
+from fedweave.federation.steps import Answer, Asked, Figure, Part, Step, adam_reach
+from fedweave.federation.train import EXPERTS, expert_name
+
+
+@dataclass
+class Prototypes:
+    """What a client tells after lines 1 to 4: how many buckets, how large, and their signatures."""
+
+    sizes: list[int]
+    signatures: torch.Tensor  # [buckets, D] s(i,c); no rows where a method has none
+    note: str = ""
+    silhouettes: dict[int, float] | None = None  # of every candidate count
+
+
+class Discover(Step[Prototypes]):
+    """Lines 1 to 4: form buckets, warm up one LoRA per bucket, and sign them with their B matrices."""
+
+    name = "discover"
+    together = None  # all warmups march in lockstep
+
+    def __init__(self, method: Method, signed: bool = True):
+        self.method, self.config, self.signed = method, method.config, signed
+
+    def signer(self, layout: AdapterLayout) -> Signatures:
+        """What clients and server agree on."""
+        return Signatures(layout, self.config.discovery.sketch, self.config.seed)
+
+    # ---------------------------------------------------------------------------------- client side
+
+    def answer(self, compute: Compute, clients: Sequence[Client], question: Message) -> Iterator[Answer]:
+        found = self.method.form_buckets(compute, clients)
+        signatures = self.warm_up(compute, clients) if self.signed else None
+        for client, buckets in zip(clients, found, strict=True):
+            parts = {}
+            if signatures is not None:
+                parts["signatures"] = torch.stack([next(signatures) for _ in client.buckets])
+            yield Answer(parts, {
+                "sizes": client.sizes, "note": client.note, "tried": list(buckets.silhouettes),
+                "silhouettes": list(buckets.silhouettes.values()),
+            })  # fmt: skip
+
+    def warm_up(self, compute: Compute, clients: Sequence[Client]) -> Iterator[torch.Tensor]:
+        """Signature of every bucket, client by client, all in lockstep. Adapters stay with their clients until they
+        are asked for."""
+        discovery = self.config.discovery
+        signer = self.signer(AdapterLayout.of(compute.layers, self.config.experts.rank, 1))
+        start = first_adapter(signer.layout, self.config.seed)
+        jobs = [(client, c) for client in clients for c in range(len(client.buckets))]
+        lanes = [
+            warmup_lane(
+                client.data, client.buckets[c], start, discovery.warmup_steps, discovery.warmup_batch,
+                self.config.seed, client.index, c,
+            )
+            for client, c in jobs
+        ]  # fmt: skip
+        compute.adapters = VectorBuffer(signer.layout.size)
+        # a few steps, once: to record them would take longer than to run them
+        training = replace(self.config.training, lr=warmup_rate(self.config), cuda_graphs=False)
+        trained = compute.train(signer.layout, None, lanes, "warmup", training=training)
+        for (client, _), result in zip(jobs, trained, strict=True):
+            adapter = start + result.delta_theta.cpu()
+            if not torch.isfinite(adapter).all():
+                raise UserError(f"the warmup of {client.name!r} gave NaN or infinity; lower discovery.warmup_lr.")
+            compute.adapters.append(client.index, adapter)
+            yield signer.of(adapter)
+
+    # ---------------------------------------------------------------------------------- server side
+
+    def figures(self, asked: Asked) -> dict[str, Figure]:
+        most = max(1, self.config.discovery.max_buckets)
+        return {
+            "sizes": Figure(int, 1, self.config.federation.max_samples, (1, most)),
+            "note": Figure(str, high=200),
+            "tried": Figure(int, 0, most, (0, most)),
+            "silhouettes": Figure(float, -1.0, 1.0, (0, most)),
+        }
+
+    def parts(self, asked: Asked, figures: Facts) -> dict[str, Part]:
+        if len(figures["tried"]) != len(figures["silhouettes"]):
+            raise Refused("it does not say which silhouette belongs to which count")
+        if not self.signed:
+            return {}
+        signer = self.signer(AdapterLayout.of(asked.layers, self.config.experts.rank, 1))
+        shape = (len(figures["sizes"]), sum(signer.widths))
+        return {"signatures": Part(shape, signer.dtype, summed=False)}
+
+    def read(self, asked: Asked, parts: dict[str, torch.Tensor], figures: Facts) -> Prototypes:
+        return Prototypes(
+            [int(n) for n in figures["sizes"]],
+            parts.get("signatures", torch.empty(0, 0)),
+            figures["note"],
+            dict(zip(map(int, figures["tried"]), figures["silhouettes"], strict=True)),
+        )
+
+
+Start = list[tuple[int, torch.Tensor, float]]  # (expert, mean of warmup adapters [P of one expert], buckets)
+
+
+class StartExperts(Step[Start]):
+    """Line 6: the warmup adapters, averaged over a client's buckets that share an expert: no single one leaves."""
+
+    name = "start"
+
+    def __init__(self, discover: Discover):
+        self.discover, self.config = discover, discover.config
+
+    def answer(self, compute: Compute, clients: Sequence[Client], question: Message) -> Iterator[Answer]:
+        missing = [c for c in clients if compute.adapters is None or c.index not in compute.adapters]
+        if missing:  # a site that was away in between
+            for _ in self.discover.warm_up(compute, missing):
+                pass
+        assert compute.adapters is not None
+        for client in clients:
+            rows: dict[int, list[torch.Tensor]] = {}
+            for m, adapter in zip(client.assignment, compute.adapters.read(client.index), strict=True):
+                rows.setdefault(m, []).append(adapter)
+            parts = {expert_name(m): torch.stack(adapters) for m, adapters in rows.items()}
+            yield Answer(parts, {"experts": list(rows), "buckets": [len(adapters) for adapters in rows.values()]})
+
+    def figures(self, asked: Asked) -> dict[str, Figure]:
+        most = len(asked.member.assignment)
+        return {"experts": Figure(int, length=(1, most)), "buckets": Figure(int, 1, most, (1, most))}
+
+    def parts(self, asked: Asked, figures: Facts) -> dict[str, Part]:
+        own = [m for m in asked.member.assignment if m >= 0]
+        claimed = dict(zip(figures["experts"], figures["buckets"], strict=False))
+        if claimed != {m: own.count(m) for m in own} or len(figures["buckets"]) != len(claimed):
+            raise Refused("it sends other experts than its buckets have")
+        layout = AdapterLayout.of(asked.layers, self.config.experts.rank, 1)
+        origin = first_adapter(layout, self.config.seed)
+        return {
+            expert_name(m): Part((layout.size,), rows=True, limit=EXPERTS, origin=origin)
+            for m in figures["experts"]
+        }
+
+    def reach(self, asked: Asked, limit: str, size: int) -> tuple[float, str]:
+        steps = self.config.discovery.warmup_steps
+        return adam_reach(steps, warmup_rate(self.config), size), "the farthest that the warmup's steps can lead"
+
+    def read(self, asked: Asked, parts: dict[str, torch.Tensor], figures: Facts) -> Start:
+        found: Start = []
+        for m, buckets in zip(figures["experts"], figures["buckets"], strict=True):
+            rows = parts[expert_name(m)]
+            if len(rows) not in (1, buckets):
+                raise Refused("it sends another number of adapters than it has buckets")
+            found += [(m, row, buckets / len(rows)) for row in rows]
+        return found
+
+
+@lru_cache(maxsize=2)
+def first_adapter(layout: AdapterLayout, seed: int) -> torch.Tensor:
+    """[P of one expert] where all warmups start."""
+    return layout.initial(seed)
+
+
+def warmup_rate(config: Config) -> float:
+    rate = config.discovery.warmup_lr
+    return config.training.lr if rate == "auto" else rate
