@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import atexit
 import json
 import multiprocessing
 import os
+import socket
 import sys
 import time
 from collections.abc import Callable, Iterable
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +30,7 @@ from fedweave.training.schedule import local_schedule
 
 TARGETS = ("q_proj", "v_proj")
 PROMPTS = ["How many?", "Fix the grammar: Ada go to the park.", "Pick the fruit from this list: dog, plum, bus."]
+PATIENCE = 300.0  # seconds until something is taken to hang
 # Overrides of the quickstart with which a complete run on a tiny model takes half a second.
 SMALL = [
     "data.clients=3", "data.train=12", "data.validation=2", "data.test=2", "data.alpha=1.0",
@@ -50,20 +54,30 @@ def users_environment() -> dict[str, str]:
     return {k: v for k, v in os.environ.items() if k not in ("FEDWEAVE_CACHE", "HF_HUB_OFFLINE", "OMP_NUM_THREADS")}
 
 
-def forked(work: Callable[..., int], *given: Any, log: Path) -> int:
-    """The exit code of a process of its own that does this work and writes what it says to a log. It is forked from
-    one that has imported everything: its start takes a hundredth of what that of an interpreter takes."""
-    process = _FORKS.Process(target=_in_a_fork, args=(log, work, *given))
+def fork(work: Callable[..., int], *given: Any, log: Path, **environment: str) -> BaseProcess:
+    """A process of its own that does this work, writes what it says to a log, and exits with what the work returns.
+    It comes from one that has imported everything: its start takes a hundredth of an interpreter's."""
+    process = _FORKS.Process(target=_in_a_fork, args=(log, environment, work, *given), daemon=True)
     process.start()
-    process.join()
+    return process
+
+
+def forked(work: Callable[..., int], *given: Any, log: Path, **environment: str) -> int:
+    """The exit code of such a process."""
+    process = fork(work, *given, log=log, **environment)
+    process.join(PATIENCE)
     return process.exitcode
 
 
-def _in_a_fork(log: Path, work: Callable[..., int], *given: Any) -> None:
+def _in_a_fork(log: Path, environment: dict[str, str], work: Callable[..., int], *given: Any) -> None:
     said = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
     for stream in (1, 2):
         os.dup2(said, stream)
-    sys.exit(work(*given))
+    os.environ.update(environment)
+    try:
+        sys.exit(work(*given))
+    finally:
+        atexit._run_exitfuncs()  # forks leave these out
 
 
 _FORKS = multiprocessing.get_context("forkserver")
@@ -97,14 +111,20 @@ def events(run: Path, kind: str) -> list[dict]:
     return [event for event in read_jsonl(log) if event["event"] == kind] if log.exists() else []
 
 
-def wait_for(condition: Callable[[], Any], what: str, seconds: float = 120) -> Any:
-    """The first true value of the condition. The limit is generous: it only ends a test that hangs."""
-    end = time.monotonic() + seconds
+def wait_for(condition: Callable[[], Any], what: str) -> Any:
+    """The first true value of the condition. The limit is no expectation: it ends a test that hangs."""
+    end = time.monotonic() + PATIENCE
     while time.monotonic() < end:
         if found := condition():
             return found
         time.sleep(0.02)
-    raise AssertionError(f"{what} did not happen within {seconds} s")
+    raise AssertionError(f"{what} did not happen within {PATIENCE} s")
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
 
 
 # -------------------------------------------------------------------------------------- lanes
