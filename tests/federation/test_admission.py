@@ -166,7 +166,7 @@ BROKEN = {
     "endless counts": (with_facts(counts=lambda r: [10**400 for _ in r.facts["counts"]]), "cannot be read"),
     "no tensors": (lambda r: Message({}, r.facts), "is missing"),
     "nonsense": (lambda r: Message(Nonsense(), r.facts), "cannot be read"),
-    "losses": (with_facts(losses=[float("nan")]), "losses is nan, which is no number"),
+    "losses": (with_facts(losses=[float("nan")]), "losses holds NaN or infinity"),
     "no losses": (with_facts(losses=[]), "losses has 0 entries"),
     "replay": (with_facts(t=lambda r: r.facts["t"] - 1), "another question than the open one"),
     "future": (with_facts(t=lambda r: r.facts["t"] + 7), "another question than the open one"),

@@ -22,6 +22,7 @@ from fedweave.federation.precision import Spec, decode, encoded_specs
 from fedweave.federation.steps import Asked, Figure, Part, R, Reply
 
 _REMEMBERED_ROUNDS = 8
+_NO_NUMBERS = "NaN or infinity, which a lower training.lr or router.lr may mend"
 # what nonsense of the wrong type or size raises in whoever reads it
 _UNREADABLE = (Refused, TypeError, ValueError, KeyError, AttributeError, OverflowError, RuntimeError, MemoryError)
 
@@ -220,8 +221,10 @@ def _check_item(name: str, item: object, figure: Figure) -> None:
         if not isinstance(item, str) or len(item) > figure.high:
             raise Refused(f"{name} is missing, no text or too long")
         return
-    if isinstance(item, bool) or not isinstance(item, int | float) or not math.isfinite(item):
+    if isinstance(item, bool) or not isinstance(item, int | float):
         raise Refused(f"{name} is {_shown(item)}, which is no number")
+    if not math.isfinite(item):
+        raise Refused(f"{name} holds {_NO_NUMBERS}")
     if figure.kind is int and item != int(item):
         raise Refused(f"{name} is {_shown(item)}, which is no whole number")
     if not figure.low <= item <= figure.high:
@@ -248,7 +251,7 @@ def check_tensors(tensors: Mapping[str, torch.Tensor], expected: Mapping[str, Sp
 
 def check_finite(name: str, values: torch.Tensor) -> None:
     if not torch.isfinite(values).all():
-        raise Refused(f"{name} holds NaN or infinity, which a lower training.lr or router.lr may mend")
+        raise Refused(f"{name} holds {_NO_NUMBERS}")
 
 
 def _shown(value: object) -> str:

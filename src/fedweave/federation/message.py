@@ -43,7 +43,7 @@ class Message:
 
     def to_bytes(self) -> bytes:
         facts = json.dumps(self.facts).encode()
-        held = {name: tensor.detach().cpu().contiguous() for name, tensor in self.tensors.items()}
+        held = {name: tensor.detach().cpu().contiguous().clone() for name, tensor in self.tensors.items()}
         return len(facts).to_bytes(_HEADER, "big") + facts + save(held)
 
     @classmethod
