@@ -68,6 +68,14 @@ FAMILIES = {
 }
 
 
+LONGEST = ("test_deployment.py", "test_distributed.py", "test_docs.py", "test_page.py", "test_faults.py")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """The longest files first: several processes then end at about the same time."""
+    items.sort(key=lambda item: LONGEST.index(item.path.name) if item.path.name in LONGEST else len(LONGEST))
+
+
 @pytest.fixture(scope="session")
 def tokenizer() -> PreTrainedTokenizerFast:
     pools, _ = make_sample(60, seed=0)

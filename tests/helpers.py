@@ -6,6 +6,7 @@ import atexit
 import json
 import multiprocessing
 import os
+import re
 import socket
 import sys
 import time
@@ -28,6 +29,7 @@ from fedweave.training.batch import ClientData, Lane
 from fedweave.training.lockstep import LockstepTrainer
 from fedweave.training.schedule import local_schedule
 
+ROOT = Path(__file__).parents[1]
 TARGETS = ("q_proj", "v_proj")
 PROMPTS = ["How many?", "Fix the grammar: Ada go to the park.", "Pick the fruit from this list: dog, plum, bus."]
 PATIENCE = 300.0  # seconds until something is taken to hang
@@ -125,6 +127,19 @@ def free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return probe.getsockname()[1]
+
+
+# -------------------------------------------------------------------------------------- pages
+
+
+def blocks(page: Path, language: str) -> list[re.Match]:
+    """A page's fenced blocks in this language: their ``body``, and the ``reason`` of one that is not to be run."""
+    return [m for m in _FENCE.finditer(page.read_text(encoding="utf-8")) if m["language"] == language]
+
+
+_FENCE = re.compile(
+    r"(?:^<!-- not run: (?P<reason>[^\n]+?) -->\n+)?^```(?P<language>\w+)\n(?P<body>.*?)^```$", re.M | re.S
+)
 
 
 # -------------------------------------------------------------------------------------- lanes

@@ -20,17 +20,9 @@ from pathlib import Path
 import pytest
 
 from fedweave.cli import main
-from tests.helpers import command, write_jsonl
+from tests.helpers import ROOT, blocks, command, write_jsonl
 
-ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
-FENCE = re.compile(
-    r"(?:^<!-- not run: (?P<reason>[^\n]+?) -->\n+)?^```(?P<language>\w+)\n(?P<body>.*?)^```$", re.M | re.S
-)
-
-
-def blocks(page: Path, language: str) -> list[re.Match]:
-    return [m for m in FENCE.finditer(page.read_text(encoding="utf-8")) if m["language"] == language]
 
 
 def commands(body: str) -> list[str]:
