@@ -79,10 +79,8 @@ def test_a_method_of_the_guide_runs_resumes_and_does_what_the_page_says(
 ):
     guide("add-a-method", METHODS)
     run, rank = tmp_path / "run", "experts.single_rank=4"
-    assert (
-        main(["run", "quickstart", *small, rank, f"method={name}", "training.rounds=1", f"output={run}", "--quiet"])
-        == 0
-    )
+    settings = [*small, rank, f"method={name}", "training.rounds=1", f"output={run}"]
+    assert main(["run", "quickstart", *settings, "--quiet"]) == 0
     assert main(["resume", str(run), "training.rounds=2", "--quiet"]) == 0
     PROPERTIES[name](run, tiny_run("method=fedit", rank, "training.rounds=2"), backbone)
     assert name in says("budget", run) and name in says("list", "methods")
