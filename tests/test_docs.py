@@ -1,9 +1,9 @@
 """The documentation is under test: every command runs, every link leads somewhere, the site builds.
 
 Every fenced bash block of README.md and docs/ is executed, page by page, in a folder that holds what the pages
-speak of: a finished run in runs/quickstart, clients in my_clients/, rows in mine.jsonl. FEDWEAVE_OVERRIDES replaces
-the real model by a tiny one with little data; the commands are the pages' own. A block that cannot run here says
-why in the line before it:
+speak of: a finished run in runs/quickstart, clients in my_clients/ and cases.csv, rows in mine.jsonl.
+FEDWEAVE_OVERRIDES replaces the real model by a tiny one with little data; the commands are the pages' own. A block
+that cannot run here says why in the line before it:
 
     <!-- not run: needs a GPU -->
 """
@@ -42,6 +42,8 @@ def furnished(tmp_path_factory, tiny_run, small):
     shutil.copytree(tiny_run(fewer, "evaluation.compare_routings=true"), place / "runs" / "quickstart")
     rows = [{"prompt": f"Add {i} and {i + 1}.", "response": str(2 * i + 1)} for i in range(12)]
     (place / "my_clients").mkdir()
+    cases = [f"Which ward has number {i}?,Ward {i},{'north' if i % 2 else 'south'}" for i in range(24)]
+    (place / "cases.csv").write_text("\n".join(["question,answer,hospital", *cases]))
     for file in ("my_clients/hospital_a", "my_clients/hospital_b", "mine", "held_out"):
         write_jsonl(place / f"{file}.jsonl", rows)
     program = place / ".venv" / "bin" / "fedweave"

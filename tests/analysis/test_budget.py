@@ -11,6 +11,7 @@ from fedweave.analysis.spent import run_costs
 from fedweave.config import load_config
 from fedweave.errors import UserError
 from fedweave.methods import METHODS, build_method
+from fedweave.runs.reading import read_run
 from fedweave.runs.summary import trained_parameters
 from tests.federations import make_engine, with_method
 from tests.helpers import read_json, read_jsonl, write_jsonl
@@ -78,10 +79,16 @@ def test_every_method_trains_what_its_budget_says(config, backbone, model_folder
         assert payload.trainable == trained_parameters(chosen, state), name
 
 
-def test_a_new_method_is_taken_to_send_everything(llama, monkeypatch):
+def test_a_new_method_brings_its_own_costs(llama, monkeypatch):
     monkeypatch.setitem(METHODS, "mine", METHODS["fedweave"])
     mine = predict(llama, load_config("paper", ["method=mine"]), served=1).methods["mine"]
-    assert mine.up == mine.down == mine.trainable == 9_175_040 + 1_575_428
+    assert mine.down == mine.trainable == 9_175_040 + 1_575_428
+    assert mine.up == 9_175_040 // 4 + 1_575_428
+
+
+def test_a_sketch_counts_what_it_sends(llama):
+    once = predict(llama, load_config("paper", ["discovery.sketch=64"])).discovery
+    assert once.signature_numbers == 56 * 64 and once.signature_bytes == 2 * 56 * 64  # half precision
 
 
 def test_memory_counts_weights_states_and_activations(llama):
@@ -119,6 +126,15 @@ def test_settings_change_the_budget(says, model_folder):
     tiny = json.loads(says("budget", model_folder("gemma2"), "--json"))[0]
     # 2 layers, rank 32: in 32 and 32, out 4·8 and 2·8
     assert tiny["methods"]["fedit"]["trainable"] == 2 * 32 * (32 + 32 + 32 + 16)
+
+
+def test_a_sketch_makes_signatures_small(says):
+    whole, sketched = (
+        json.loads(says("budget", "paper", f"discovery.sketch={k}", "--json"))[0]["discovery"] for k in (0, 64)
+    )
+    assert whole["signature_bytes"] == 4 * whole["signature_numbers"] == 4 * 28 * 8 * (3072 + 1024)
+    assert sketched["signature_numbers"] == 2 * 28 * 64 and sketched["signature_bytes"] == 2 * 2 * 28 * 64
+    assert sketched["adapter_bytes"] == whole["adapter_bytes"]
 
 
 def test_a_runs_costs_stand_beside_their_prediction(tiny_run, says):
@@ -159,10 +175,10 @@ def test_counted_bytes_stand_beside_their_prediction(tiny_copy):
         if event["event"] == "round":
             event |= {"bytes_up": {"client_0": 7, "client_1": 5}, "bytes_down": 10}
     write_jsonl(folder / "metrics.jsonl", events)
-    rows = {row.what: row for row in run_costs(folder).spent}
+    rows = {row.what: row for row in run_costs(read_run(folder)).spent}
     assert rows["sent by clients"].measured == 3 * 12 and rows["sent to clients"].measured == 3 * 3 * 10
     # three clients receive everything in three rounds; they send only the experts that they serve
-    budget = run_costs(folder).budget
+    budget = run_costs(read_run(folder)).budget
     assert rows["sent to clients"].predicted == 9 * budget.round_bytes("fedweave")[1]
     assert 0 < rows["sent by clients"].predicted <= 9 * budget.round_bytes("fedweave")[0]
 

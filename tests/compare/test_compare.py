@@ -5,12 +5,13 @@ import csv
 import pytest
 
 from fedweave.cli import main
-from fedweave.compare.grid import Cell, Runner, cells, comparison_names, load_comparison
+from fedweave.compare import _write
+from fedweave.compare.grid import Cell, Comparison, Outcome, Runner, cells, comparison_names, load_comparison
 from fedweave.compare.tables import Results, choose_best, holm, latex, markdown
 from fedweave.config import Config, load_config
 from fedweave.console import Console
 from fedweave.errors import UserError
-from fedweave.report.records import find_runs
+from fedweave.report.groups import find_runs
 from tests.helpers import read_json
 
 TASKS = {"a": "Task A", "b": "Task B"}
@@ -22,7 +23,7 @@ def summary(method: str, seed: int, loss: float, score: float, validation: float
     return {
         "method": method, "seed": seed, "tasks": TASKS, "notes": ["a remark"],
         "parameters": {"experts": 2_000_000, "router": 0},
-        "trained_parameters": 1_500_000,
+        "trained_parameters": 1_500_000, "audit": None,
         "validation": {"best_loss": validation, "best_round": 1},
         "test": {"best": {"used": "sparse", "loss": {"sparse": per_task, "soft": per_task}, "score": scores}},
     }  # fmt: skip
@@ -64,6 +65,14 @@ def test_seeds_with_other_numbers_of_experts_train_other_numbers_of_parameters()
     runs = [(cell(method="fedlease", seed=s), summary("fedlease", s, 1.0, 0.5)) for s in (1, 2, 3)]
     runs[1][1]["trained_parameters"] = 3_000_000
     assert "| fedlease | 3 | 1.50M to 3.00M |" in markdown(Results.of(runs))
+
+
+def test_a_run_that_nothing_here_could_test_has_its_validation_loss():
+    """FedSA-LoRA over sites: every client's B stays where it is."""
+    untested = {**summary("fedsa-lora", 1, 1.0, 0.5, validation=0.25), "test": {}, "tasks": {}}
+    runs = [(cell(method="fedsa-lora"), untested), (cell(method="fedit"), summary("fedit", 1, 1.0, 0.5))]
+    text = markdown(Results.of(runs))
+    assert "score Task A" in text and "| fedsa-lora | 1 | 1.50M | – |" in text and "0.2500" in text
 
 
 def test_rows_that_look_equal_are_marked_alike():
@@ -126,7 +135,7 @@ def test_commas_make_axes_and_single_values_settings(tmp_path):
 def test_packaged_comparisons_are_valid_and_open_with_their_command(name, tmp_path):
     from fedweave.compare.grid import COMPARISONS
 
-    assert cells(load_comparison(name, [], None), tmp_path)
+    assert cells(load_comparison(name, ["data.path=DATA"], None), tmp_path)
     first, second = (COMPARISONS / f"{name}.yaml").read_text().splitlines()[:2]
     assert first.startswith(f"# fedweave compare {name}") and len(second) > 10
 
@@ -187,7 +196,7 @@ def test_several_comparisons_share_cells_and_stop_in_time(tmp_path, quick, capsy
     table = read_json(tmp_path / "out" / "methods" / "results.json")
     assert [row["values"]["method"] for row in table] == ["ffa-lora", "fedit"]
     assert (tmp_path / "out" / "rates" / "table.md").is_file()
-    methods = [run.config["method"] for run in find_runs([tmp_path / "out" / "methods"])]
+    methods = [run.method for run in find_runs([tmp_path / "out" / "methods"])]
     assert sorted(methods) == ["fedit", "ffa-lora"]
 
 
@@ -213,3 +222,37 @@ def test_a_setting_can_belong_to_one_method(tmp_path):
     overrides = ["method=fedit,fedweave", "method=fedit:training.lr=3e-4"]
     one, two = cells(load_comparison("benchmark", overrides, None), tmp_path)
     assert one.config.training.lr == 3e-4 and two.config.training.lr == load_config("benchmark", []).training.lr
+
+
+def test_one_value_of_an_axis_keeps_what_the_comparison_sets_for_it(tmp_path):
+    grid = cells(
+        load_comparison("suite", ["data.name=natural", "method=fedit", "seed=1", "data.path=x"], None), tmp_path
+    )
+    assert [c.values for c in grid] == [{"data.name": "natural", "method": "fedit"}]
+    assert (grid[0].config.data.source, grid[0].config.data.clients, grid[0].config.training.lr) == (
+        "tasks",
+        40,
+        0.01,
+    )
+
+
+def test_the_suites_sets_differ_as_their_names_say(tmp_path):
+    grid = cells(load_comparison("suite", ["method=fedweave", "seed=1", "data.path=x"], None), tmp_path)
+    data = {c.values["data.name"]: c.config.data for c in grid}
+    assert [name for name, d in data.items() if d.wording == "varied"] == ["four-varied"]
+    assert [name for name, d in data.items() if d.partition == "pure"] == ["pure-clients"]
+    assert [name for name, d in data.items() if len(d.tasks) == 1] == ["one-kind"]
+    assert all(d.distinct for d in data.values())
+
+
+def test_sets_of_data_are_ranked_apart(tmp_path):
+    runs = [("easy", "fedit", 0.3), ("easy", "fedweave", 0.2), ("hard", "fedit", 0.8), ("hard", "fedweave", 0.9)]
+    outcome = Outcome(
+        [(cell(**{"data.name": d, "method": m}), summary(m, 1, x, 0.5)) for d, m, x in runs], [tmp_path] * 4
+    )
+    text = _write(Comparison("quickstart", {}, tables="data.name"), outcome, tmp_path / "out", Console(quiet=True))
+    easy, hard = text.split("### hard")
+    assert easy.startswith("### easy") and "| **0.2000** |" in easy and "| **0.8000** |" in hard
+    assert (tmp_path / "out/results.csv").read_text().count("easy,") == (
+        tmp_path / "out/results.csv"
+    ).read_text().count("hard,")

@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 import yaml
 
-from fedweave.report.records import RunRecord
+from fedweave.config import from_tree
+from fedweave.runs.reading import RunRecord
 from tests.helpers import read_json
 
 COMPARED = "evaluation.compare_routings=true"  # what a page shows of everything
@@ -41,7 +42,8 @@ def record():
     """Call with the parts that matter; everything else is missing."""
 
     def make(**parts) -> RunRecord:
-        config = {"method": "fedweave", "seed": 1, "training": {"rounds": 3}, "discovery": {"max_buckets": 8}}
-        return RunRecord(Path("runs/x"), {**config, **parts.pop("config", {})}, **parts)
+        config = {"method": "fedweave", "seed": 1, "training": {"rounds": 3}, **parts.pop("config", {})}
+        manifest = {"source": "sample", "seed": 1, **parts.pop("manifest", {})}
+        return RunRecord(Path("runs/x"), from_tree(config), manifest, **parts)
 
     return make

@@ -7,8 +7,8 @@ import time
 
 from fedweave.cli import main
 from fedweave.report.live import render, seconds_left, sparkline
-from fedweave.report.records import read_run
 from fedweave.runs.live import LiveProgress
+from fedweave.runs.reading import read_run
 from tests.helpers import read_json, wait_for
 
 
@@ -23,23 +23,23 @@ def test_a_finished_run_is_shown_once(finished, says):
 def test_time_left_is_the_pace_of_recent_rounds(record):
     run = record(
         events=[{"event": "round", "round": 1, "train_loss": 1.0}],
-        progress={"state": "running", "round_seconds": [4.0]},
+        live={"state": "running", "phase": {}, "round_seconds": [4.0]},
     )
     assert seconds_left(run) == 8.0  # two of three rounds are left
     assert "8 s left" in render(run) and "discovery comes first" in render(run)
-    assert seconds_left(record(progress={"state": "finished", "round_seconds": [4.0]})) is None
+    assert seconds_left(record(live={"state": "finished", "round_seconds": [4.0]})) is None
 
 
 def test_a_run_whose_start_was_validated_a_moment_ago_is_shown(record):
     """The log then speaks of experts that no other file knows of yet."""
     validated = {"event": "validation", "round": 0, "loss": 2.0, "tasks": {"macro": 2.0}, "router_entropy": 0.3466,
                  "expert_load": [0.75, 0.25]}  # fmt: skip
-    shown = render(record(events=[validated], progress={"state": "running"}))
+    shown = render(record(events=[validated], live={"state": "running", "phase": {}, "round_seconds": []}))
     assert "expert 1   25%" in shown and "entropy 50%" in shown
 
 
 def test_a_stopped_run_says_how_to_go_on(record):
-    assert "fedweave resume runs/x" in render(record(progress={"state": "stopped"}))
+    assert "fedweave resume runs/x" in render(record(live={"state": "stopped", "phase": {}, "round_seconds": []}))
 
 
 def test_sparkline():

@@ -7,10 +7,11 @@ import sys
 from html.parser import HTMLParser
 
 import pytest
+import yaml
 
 from fedweave.cli import main
 from fedweave.report.curves import method_losses
-from fedweave.report.records import Group, find_runs, group_runs, on_common_seeds
+from fedweave.report.groups import Group, find_runs, group_runs, on_common_seeds
 from tests.helpers import read_json, read_jsonl, write_jsonl
 from tests.report.conftest import COMPARED
 
@@ -94,32 +95,12 @@ def test_figures_follow_the_theme(written):
     assert "var(" not in saved and "#0072b2" in saved
 
 
-def test_an_older_run_says_what_is_missing(finished):
-    """As written before load, agreement, bytes, prompt maps and live progress were recorded."""
-    (finished / "embedding.json").unlink()
-    (finished / "progress.json").unlink()
-    discovery = read_json(finished / "discovery.json")
-    del discovery["bucket_tasks"]
-    (finished / "discovery.json").write_text(json.dumps(discovery))
-    new = ("client_losses", "agreement", "bytes_up", "bytes_down", "expert_load", "expert_weight")
-    lines = read_jsonl(finished / "metrics.jsonl")
-    old = [{k: v for k, v in line.items() if k not in new} for line in lines]
-    write_jsonl(finished / "metrics.jsonl", old)
-    text = page_of(finished)
-    for word in (
-        "the map of prompts",
-        "expert load",
-        "bytes by round",
-        "whether clients pull together",
-        "losses by client",
-    ):
-        assert f"Not shown: {word}" in text
-    assert 'id="figure-mixture"' in text, "tasks are found again in the manifest"
-
-
 def test_a_federation_of_sites_has_a_page(finished):
     """What a server without data or a test set records: no tasks, no labels, no features, losses by site."""
     (finished / "embedding.json").unlink()
+    config = yaml.safe_load((finished / "config.yaml").read_text())
+    config |= {"engine": "flower", "data": {"source": "sites"}}
+    (finished / "config.yaml").write_text(yaml.safe_dump(config))
     lines = read_jsonl(finished / "metrics.jsonl")
     for line in lines:
         if line["event"] == "validation":
@@ -127,16 +108,17 @@ def test_a_federation_of_sites_has_a_page(finished):
                 del line[key]
             line |= {"sites": {"north": line["loss"], "south": line["loss"] + 1}, "router_entropy": None}
     write_jsonl(finished / "metrics.jsonl", lines)
-    for name, change in (
-        ("summary.json", {"test": {}, "tasks": {}, "audit": None}),
-        ("manifest.json", {"tasks": {}, "clients": {}, "validation": [], "test": [], "federation": "abc"}),
-        ("discovery.json", {"audit": None, "bucket_tasks": {}}),
-    ):
-        file = finished / name
-        file.write_text(json.dumps(read_json(file) | change))
+    (finished / "manifest.json").write_text(json.dumps({"source": "sites", "seed": 42, "federation": "abc"}))
+    summary = read_json(finished / "summary.json")
+    summary |= {"test": {}, "tasks": {}, "audit": None, "train_tokens": None}
+    (finished / "summary.json").write_text(json.dumps(summary))
+    discovery = read_json(finished / "discovery.json")
+    del discovery["bucket_tasks"], discovery["audit"]
+    (finished / "discovery.json").write_text(json.dumps(discovery))
     text = page_of(finished)
     assert 'id="figure-loss-by-site"' in text and 'id="figure-signatures"' in text
-    assert "the sites keep it to themselves" in text and "federation.test" in text and "older run" not in text
+    assert "the sites keep it to themselves" in text and "federation.test" in text
+    assert f"<td>{lines[-1]['sites']['south']:.3f}</td>" in text, "what there is instead of a test"
     assert main(["watch", str(finished)]) == 0
 
 
@@ -165,6 +147,21 @@ def test_a_comparison_becomes_groups_with_seed_bands_and_a_trend(grid):
     text = page_of(grid)
     assert 'id="figure-heterogeneity-loss"' in text and 'id="figure-loss-by-method"' in text
     assert "2.500 ± 0.707" in text, "mean and sample deviation over the two seeds"
+
+
+def test_a_seed_without_other_routings_and_a_run_without_a_test_have_their_place(grid, tmp_path):
+    """One seed found a single expert, so nothing was softly routed; or a server had no test set."""
+    first, second = (grid / "cells" / f"alpha-0.1-seed-{seed}" for seed in (1, 2))
+    summary = json.loads((second / "summary.json").read_text())
+    soft = summary["test"]["best"]["loss"].pop("soft")
+    (second / "summary.json").write_text(json.dumps(summary))
+    page = tmp_path / "both.html"
+    assert main(["report", str(first), str(second), "--output", str(page)]) == 0
+    assert "2.500 ± 0.707" in page.read_text() and f"<td>{soft['macro']:.3f}</td>" in page.read_text()
+    (first / "summary.json").write_text(json.dumps({**summary, "test": {}}))
+    other = grid / "cells" / "alpha-0.5-seed-1"
+    assert main(["report", str(first), str(other), "--output", str(page)]) == 0
+    assert "the server has no test set" in page.read_text()
 
 
 def test_an_untrained_start_does_not_press_the_curves_flat(record):

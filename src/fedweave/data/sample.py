@@ -14,33 +14,12 @@ from fedweave.data.examples import Example, Task
 from fedweave.data.tasks import Pool
 from fedweave.errors import UserError
 
-_PEOPLE = [
-    "Ada",
-    "Ben",
-    "Cleo",
-    "Dan",
-    "Eva",
-    "Finn",
-    "Gita",
-    "Hugo",
-    "Iris",
-    "Jon",
-    "Kira",
-    "Leo",
-    "Mona",
-    "Nils",
-]
+_PEOPLE = ["Ada", "Ben", "Cleo", "Dan", "Eva", "Finn", "Gita", "Hugo", "Iris", "Jon", "Kira", "Leo", "Mona", "Nils"]
 _PLACES = ["the market", "the school", "the park", "the library", "the station", "the beach", "the office"]
 _VERBS = [  # (wrong form, right past form) followed by a place
-    ("go", "went"),
-    ("walk", "walked"),
-    ("run", "ran"),
-    ("drive", "drove"),
-    ("ride", "rode"),
-    ("come", "came"),
-    ("return", "returned"),
-    ("fly", "flew"),
-]
+    ("go", "went"), ("walk", "walked"), ("run", "ran"), ("drive", "drove"), ("ride", "rode"), ("come", "came"),
+    ("return", "returned"), ("fly", "flew"),
+]  # fmt: skip
 _WHEN = ["yesterday", "last week", "on Monday", "two days ago", "last night", "this morning"]
 _THINGS = ["apples", "coins", "books", "stamps", "shells", "cards", "pens", "eggs", "marbles", "keys"]
 _SUBJECTS = [
@@ -104,6 +83,8 @@ def _choice(rng: np.random.Generator) -> tuple[str, str]:
     return f"Pick the {kinds[right]} from this list: {words[0]}, {words[1]}, {words[2]}.", words[right]
 
 
+TRIES = 100_000  # twelve for each of all that some patterns have; asking for more must not take for ever
+
 _MAKERS: dict[str, tuple[Task, Callable[[np.random.Generator], tuple[str, str]]]] = {
     "edit": (Task("edit", "Edit", "rouge", 24), _edit),
     "sum": (Task("sum", "Sum", "number", 20), _sum),
@@ -118,7 +99,7 @@ def make_sample(per_task: int, seed: int) -> tuple[dict[str, Pool], dict[str, Ta
     for position, (name, (_, make)) in enumerate(_MAKERS.items()):
         rng = np.random.default_rng([seed, position])
         seen: dict[str, str] = {}
-        for _ in range(12 * per_task):
+        for _ in range(min(12 * per_task, TRIES)):
             if len(seen) == per_task:
                 break
             prompt, answer = make(rng)
