@@ -40,7 +40,7 @@ def imported_packages(path: Path) -> set[str]:
         if id(node) in typing_only:
             continue
         if isinstance(node, ast.ImportFrom):
-            assert node.module and not node.level, f"{path}: imports are absolute, so that these rules can read them"
+            assert node.module and not node.level, f"{path}: imports are absolute, for these rules to read"
             names += [f"{node.module}.{alias.name}" for alias in node.names]  # `from fedweave import runs` too
         elif isinstance(node, ast.Import):
             names += [alias.name for alias in node.names]

@@ -25,8 +25,7 @@ from tests.helpers import ROOT, blocks, read_json
 
 @pytest.fixture
 def guide(tmp_path, monkeypatch):
-    """Call with a page's name and a registry to get the names that the page adds to it; all of that is forgotten after
-    the test."""
+    """Call with a page's name and a registry to get the names that the page adds to it, until the test ends."""
     modules, before = [], [(registry, dict(registry)) for registry in (METHODS, CLUSTERERS)]
 
     def follow(page: str, registry: dict) -> set[str]:
