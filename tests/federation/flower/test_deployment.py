@@ -104,14 +104,14 @@ def test_a_deployment_gives_the_in_process_model(deployment, federated, monkeypa
 def test_a_site_killed_in_a_round_is_missed_and_the_run_ends_well(deployment, federated, monkeypatch):
     """kill -9 between two questions: the round ends at its deadline without the site, the next does not wait."""
     shutil.rmtree(federated.with_name("run-in-one-process"), ignore_errors=True)
-    more = ["training.rounds=3", "federation.deadline=15", "federation.test=null"]
+    more = ["training.rounds=3", "federation.deadline=30", "federation.test=null"]
     process = deployment.federate("killed", "--resume", federated, *more)
     wait_for(lambda: "resuming after round 1" in deployment.log("killed"), "the resumed run")
     deployment.kill("west")
     deployment.finish(process, "killed", 240)
     log, rounds = deployment.log("killed"), events(federated, "round")
     assert [event["round"] for event in rounds] == [1, 2, 3]
-    assert "site west did not answer within 15 s" in log, log
+    assert "site west did not answer within 30 s" in log, log
     assert [len(event["participants"]) for event in rounds] == [3, 3, 2]
     assert set(events(federated, "validation")[-1]["sites"]) == {"north", "south"}
     answered, _ = assert_model_of_those_who_answered(deployment, federated, monkeypatch)
