@@ -20,8 +20,9 @@ $(READY): pyproject.toml constraints.txt
 quickstart: $(READY)
 	$(BIN)/fedweave run quickstart
 
+# A file's tests stay together, since they share what they prepare; tests/conftest.py puts the longest files first.
 test: $(READY)
-	$(BIN)/python -m pytest -m "not slow and not gpu"
+	$(BIN)/python -m pytest -m "not slow and not gpu" -n logical --maxprocesses 4 --dist loadfile --no-loadscope-reorder
 
 test-slow: $(READY)
 	$(BIN)/python -m pytest -m slow

@@ -1,4 +1,5 @@
-"""Tiny random models of every tested family, made here, with a tokenizer trained on the built-in sample."""
+"""Tiny random models of every tested family, made here, with a tokenizer trained on the built-in sample; finished
+runs of them; the command line; a browser."""
 
 from __future__ import annotations
 
@@ -10,6 +11,9 @@ import tempfile
 # Before fedweave is imported: tests neither read nor fill the user's cache, and never call out.
 os.environ["FEDWEAVE_CACHE"] = tempfile.mkdtemp(prefix="fedweave-test-cache-")
 os.environ["HF_HUB_OFFLINE"] = "1"
+# Tiny tensors gain nothing from a second thread: two would wait for each other most of the time, here and in every
+# process that a test starts. Tests use all cores by running side by side.
+os.environ["OMP_NUM_THREADS"] = "1"
 
 from functools import partial
 from pathlib import Path
@@ -27,10 +31,12 @@ from transformers import (
 )
 
 from fedweave.backbone.load import Backbone, load_backbone
-from fedweave.config import BackboneConfig
+from fedweave.cli import main
+from fedweave.config import BackboneConfig, Config, from_tree
 from fedweave.data.sample import make_sample
+from tests.helpers import SMALL, contents
 
-torch.set_num_threads(2)
+torch.set_num_threads(1)  # also where torch was imported before this file
 atexit.register(shutil.rmtree, os.environ["FEDWEAVE_CACHE"], ignore_errors=True)
 
 TEMPLATE = (
@@ -60,6 +66,14 @@ FAMILIES = {
     ),
     "gemma3": lambda v: Gemma3TextConfig(vocab_size=v, sliding_window=8, query_pre_attn_scalar=8, **SHAPE),
 }
+
+
+LONGEST = ("test_deployment.py", "test_distributed.py", "test_docs.py", "test_page.py", "test_faults.py")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """The longest files first: several processes then end at about the same time."""
+    items.sort(key=lambda item: LONGEST.index(item.path.name) if item.path.name in LONGEST else len(LONGEST))
 
 
 @pytest.fixture(scope="session")
@@ -142,6 +156,104 @@ def smooth_optimiser(monkeypatch):
     moves its weight as far as any other, in whichever direction rounding points; a larger ε leaves such weights
     where they are."""
     monkeypatch.setattr(torch.optim, "AdamW", partial(torch.optim.AdamW, eps=1e-4))
+
+
+# -------------------------------------------------------------------------------------- runs and federations
+
+
+@pytest.fixture(scope="session")
+def small(model_folder) -> list[str]:
+    """Overrides that make the quickstart recipe tiny."""
+    return [f"backbone.model={model_folder('llama')}", *SMALL]
+
+
+@pytest.fixture(scope="session")
+def tiny_run(tmp_path_factory, small):
+    """Call with further overrides to get the folder of a finished run, made once for all tests. It is only read;
+    `tiny_copy` gives copies that may be changed."""
+    made: dict[tuple[str, ...], Path] = {}
+
+    def make(*overrides: str) -> Path:
+        if overrides not in made:
+            folder = tmp_path_factory.mktemp("shared") / "run"
+            assert main(["run", "quickstart", *small, *overrides, f"output={folder}", "--quiet"]) == 0
+            made[overrides] = folder
+            before[folder] = contents(folder)
+        return made[overrides]
+
+    before: dict[Path, dict] = {}
+    yield make
+    for folder, files in before.items():
+        assert contents(folder) == files, f"a test has changed {folder}, which others read"
+
+
+@pytest.fixture
+def tiny_copy(tiny_run, tmp_path):
+    """As `tiny_run`, but a copy that this test may change."""
+
+    def make(*overrides: str) -> Path:
+        return shutil.copytree(tiny_run(*overrides), Path(tempfile.mkdtemp(dir=tmp_path)) / "run")
+
+    return make
+
+
+@pytest.fixture(scope="session")
+def trained(tiny_run) -> Path:
+    """A run whose answers go on to their limit, since no end token is trained: streams, stop strings and hang-ups
+    have something to work on."""
+    return tiny_run("training.lr=1e-2", "backbone.end_of_answer=false")
+
+
+@pytest.fixture(scope="session")
+def exported(trained, tmp_path_factory) -> Path:
+    """Its bundle, which is only read."""
+    from fedweave.runs.use import export_run
+
+    folder = tmp_path_factory.mktemp("exported") / "bundle"
+    export_run(trained, folder)
+    return folder
+
+
+@pytest.fixture
+def config(model_folder) -> Config:
+    """A small federation for tests that call methods and engines directly."""
+    return from_tree({
+        "backbone": {"model": str(model_folder("llama")), "max_length": 128},
+        "data": {"clients": 3, "alpha": 1.0, "train": 10, "validation": 2, "test": 2},
+        "experts": {"rank": 4, "dropout": 0.0},
+        "discovery": {"warmup_steps": 2, "max_buckets": 3, "restarts": 2},
+        "training": {"rounds": 1, "local_steps": 4, "batch_size": 4, "lr": 1e-2},
+        "router": {"hidden": 16, "lr": 1e-2, "warm_start": {"rounds": 1, "steps": 3}},
+    })  # fmt: skip
+
+
+# -------------------------------------------------------------------------------------- the command line
+
+
+@pytest.fixture
+def says(capsys):
+    """Call with the arguments of a command that succeeds to get its standard output."""
+
+    def call(*argv: object) -> str:
+        capsys.readouterr()  # what came before
+        assert main([str(part) for part in argv]) == 0
+        return capsys.readouterr().out
+
+    return call
+
+
+@pytest.fixture
+def complains(capsys):
+    """Call with the arguments of a command that fails to get its one sentence."""
+
+    def call(*argv: object) -> str:
+        capsys.readouterr()
+        assert main([str(part) for part in argv]) == 2
+        out, err = capsys.readouterr()
+        assert out == "" and err.startswith("fedweave: ") and err.endswith("\n") and err.count("\n") == 1
+        return err
+
+    return call
 
 
 @pytest.fixture(scope="session")

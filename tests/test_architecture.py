@@ -39,8 +39,9 @@ def imported_packages(path: Path) -> set[str]:
     for node in ast.walk(tree):
         if id(node) in typing_only:
             continue
-        if isinstance(node, ast.ImportFrom) and node.module:
-            names.append(node.module)
+        if isinstance(node, ast.ImportFrom):
+            assert node.module and not node.level, f"{path}: imports are absolute, for these rules to read"
+            names += [f"{node.module}.{alias.name}" for alias in node.names]  # `from fedweave import runs` too
         elif isinstance(node, ast.Import):
             names += [alias.name for alias in node.names]
     return {name.split(".")[1] for name in names if name.startswith("fedweave.")}

@@ -12,6 +12,7 @@ from fedweave.config import find_recipe, from_tree, load_config, recipe_names
 from fedweave.data import load_data
 from fedweave.methods import METHODS
 from fedweave.runs.folder import RunFolder
+from tests.helpers import contents, read_json
 
 NO_MODEL = "backbone.model=./none"  # a test that fails must not fetch the default model
 
@@ -26,32 +27,14 @@ def place(tmp_path, monkeypatch):
 
 
 @pytest.fixture
-def says(capsys):
-    """Call with arguments of a command that succeeds to get its standard output."""
+def complains(complains, place):
+    """As everywhere; and nothing may have been created or changed."""
 
     def call(*argv: str) -> str:
-        assert main(argv) == 0
-        return capsys.readouterr().out
-
-    return call
-
-
-@pytest.fixture
-def complains(capsys, place):
-    """Call with arguments of a command that fails to get its one line; nothing may have been created or changed."""
-
-    def contents():
-        return {p: p.read_bytes() if p.is_file() else None for p in place.rglob("*")}
-
-    def call(*argv: str) -> str:
-        before = contents()
-        capsys.readouterr()  # what fixtures printed
-        assert main(argv) == 2
-        out, err = capsys.readouterr()
-        assert out == ""
-        assert err.startswith("fedweave: ") and err.endswith("\n") and err.count("\n") == 1
-        assert contents() == before
-        return err
+        before = set(place.rglob("*")), contents(place)
+        line = complains(*argv)
+        assert (set(place.rglob("*")), contents(place)) == before
+        return line
 
     return call
 
@@ -219,7 +202,7 @@ def test_resume_with_a_bad_value_of_a_free_key(complains, fresh_run):
 
 
 def test_resume_of_a_run_whose_data_changed(complains, fresh_run, place):
-    manifest = json.loads((place / fresh_run / "manifest.json").read_text())
+    manifest = read_json(place / fresh_run / "manifest.json")
     manifest["test"].pop()
     (place / fresh_run / "manifest.json").write_text(json.dumps(manifest))
     assert f"the data of {fresh_run} has changed since the run began" in complains("resume", fresh_run)

@@ -9,7 +9,6 @@ that cannot run here says why in the line before it:
 """
 
 import ast
-import json
 import os
 import re
 import shlex
@@ -21,17 +20,9 @@ from pathlib import Path
 import pytest
 
 from fedweave.cli import main
-from tests.runs.conftest import SMALL
+from tests.helpers import ROOT, blocks, command, write_jsonl
 
-ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
-FENCE = re.compile(
-    r"(?:^<!-- not run: (?P<reason>[^\n]+?) -->\n+)?^```(?P<language>\w+)\n(?P<body>.*?)^```$", re.M | re.S
-)
-
-
-def blocks(page: Path, language: str) -> list[re.Match]:
-    return [m for m in FENCE.finditer(page.read_text(encoding="utf-8")) if m["language"] == language]
 
 
 def commands(body: str) -> list[str]:
@@ -45,32 +36,21 @@ def name(page: Path) -> str:
 
 
 @pytest.fixture(scope="module")
-def furnished(tmp_path_factory, model_folder):
+def furnished(tmp_path_factory, tiny_run, small):
     """(folder, overrides): everything that the pages take for granted."""
-    place = tmp_path_factory.mktemp("docs")
-    overrides = [f"backbone.model={model_folder('llama')}", *SMALL, "training.rounds=2"]
-    made = [
-        "run",
-        "quickstart",
-        *overrides,
-        "evaluation.compare_routings=true",
-        f"output={place / 'runs/quickstart'}",
-    ]
-    assert main([*made, "--quiet"]) == 0
+    place, fewer = tmp_path_factory.mktemp("docs"), "training.rounds=2"
+    shutil.copytree(tiny_run(fewer, "evaluation.compare_routings=true"), place / "runs" / "quickstart")
     rows = [{"prompt": f"Add {i} and {i + 1}.", "response": str(2 * i + 1)} for i in range(12)]
-    text = "".join(json.dumps(row) + "\n" for row in rows)
     (place / "my_clients").mkdir()
-    for client in ("hospital_a", "hospital_b"):
-        (place / "my_clients" / f"{client}.jsonl").write_text(text)
     cases = [f"Which ward has number {i}?,Ward {i},{'north' if i % 2 else 'south'}" for i in range(24)]
     (place / "cases.csv").write_text("\n".join(["question,answer,hospital", *cases]))
-    for file in ("mine.jsonl", "held_out.jsonl"):
-        (place / file).write_text(text)
-    command = place / ".venv" / "bin" / "fedweave"
-    command.parent.mkdir(parents=True)
-    command.write_text(f'#!/bin/sh\nexec {sys.executable} -m fedweave.cli "$@"\n')
-    command.chmod(0o755)
-    return place, overrides
+    for file in ("my_clients/hospital_a", "my_clients/hospital_b", "mine", "held_out"):
+        write_jsonl(place / f"{file}.jsonl", rows)
+    program = place / ".venv" / "bin" / "fedweave"
+    program.parent.mkdir(parents=True)
+    program.write_text(f'#!/bin/sh\nexec {shlex.join(command())} "$@"\n')
+    program.chmod(0o755)
+    return place, [*small, fewer]
 
 
 def run_line(line: str, place: Path) -> None:

@@ -1,7 +1,6 @@
 """Costs: the paper's own figures to the digit, from configurations alone, and counts that real runs confirm."""
 
 import json
-import shutil
 
 import pytest
 import torch
@@ -9,13 +8,13 @@ import torch
 from fedweave.analysis.budget import predict, training_memory
 from fedweave.analysis.shapes import model_shape
 from fedweave.analysis.spent import run_costs
-from fedweave.cli import main
 from fedweave.config import load_config
 from fedweave.errors import UserError
 from fedweave.methods import METHODS, build_method
 from fedweave.runs.reading import read_run
 from fedweave.runs.summary import trained_parameters
-from tests.methods.conftest import config, make_engine, with_method  # noqa: F401
+from tests.federations import make_engine, with_method
+from tests.helpers import read_json, read_jsonl, write_jsonl
 
 PAPER = load_config("paper")
 TABLE_5 = {  # millions: FedIT, FFA-LoRA, FedSA-LoRA, FedLEASE, FedWeave
@@ -61,7 +60,7 @@ def test_what_a_client_sends_and_receives(llama):
     assert budget.methods["local-only"].up == budget.methods["local-only"].down == 0
 
 
-def test_every_method_trains_what_its_budget_says(config, backbone, model_folder):  # noqa: F811
+def test_every_method_trains_what_its_budget_says(config, backbone, model_folder):
     shape = model_shape(str(model_folder("llama")))
     for name in METHODS:
         if name == "oracle":  # needs its labels revealed
@@ -109,14 +108,8 @@ def test_an_unknown_precision_or_module_is_one_sentence(llama):
 # -------------------------------------------------------------------------------------- the verb
 
 
-def says(capsys, *argv: str) -> str:
-    capsys.readouterr()
-    assert main(["budget", *argv]) == 0
-    return capsys.readouterr().out
-
-
-def test_the_verb_prints_table_5_for_both_backbones(capsys):
-    shown = says(capsys, *TABLE_5)
+def test_the_verb_prints_table_5_for_both_backbones(says):
+    shown = says("budget", *TABLE_5)
     for i, name in enumerate(("fedit", "ffa-lora", "fedsa-lora", "fedlease", "fedweave")):
         # later tables repeat a method's name; the first has one column of millions for each model
         first = next(line.split() for line in shown.splitlines() if line.split()[:1] == [name])
@@ -124,30 +117,31 @@ def test_the_verb_prints_table_5_for_both_backbones(capsys):
     assert "3.50 MiB a bucket" in shown and "20.0%" in shown
 
 
-def test_settings_change_the_budget(capsys, model_folder):
-    one = json.loads(says(capsys, "paper", "experts=1", "precision=int8", "buckets=2", "rank=4", "--json"))[0]
+def test_settings_change_the_budget(says, model_folder):
+    settings = ["experts=1", "precision=int8", "buckets=2", "rank=4"]
+    one = json.loads(says("budget", "paper", *settings, "--json"))[0]
     assert one["methods"]["fedweave"]["experts"] == 1 and one["methods"]["fedweave"]["rank"] == 4
     assert one["methods"]["fedit"]["up_bytes"] == 9_175_040 + 9_175_040 // 256 * 4  # with a scale for every 256
     assert one["discovery"]["warmup_ratio"] == 0.1
-    tiny = json.loads(says(capsys, str(model_folder("gemma2")), "--json"))[0]
+    tiny = json.loads(says("budget", model_folder("gemma2"), "--json"))[0]
     # 2 layers, rank 32: in 32 and 32, out 4·8 and 2·8
     assert tiny["methods"]["fedit"]["trainable"] == 2 * 32 * (32 + 32 + 32 + 16)
 
 
-def test_a_sketch_makes_signatures_small(capsys):
+def test_a_sketch_makes_signatures_small(says):
     whole, sketched = (
-        json.loads(says(capsys, "paper", f"discovery.sketch={k}", "--json"))[0]["discovery"] for k in (0, 64)
+        json.loads(says("budget", "paper", f"discovery.sketch={k}", "--json"))[0]["discovery"] for k in (0, 64)
     )
     assert whole["signature_bytes"] == 4 * whole["signature_numbers"] == 4 * 28 * 8 * (3072 + 1024)
     assert sketched["signature_numbers"] == 2 * 28 * 64 and sketched["signature_bytes"] == 2 * 2 * 28 * 64
     assert sketched["adapter_bytes"] == whole["adapter_bytes"]
 
 
-def test_a_runs_costs_stand_beside_their_prediction(tiny_run, capsys):
+def test_a_runs_costs_stand_beside_their_prediction(tiny_run, says):
     folder = tiny_run()
-    assert "peak memory" in says(capsys, str(folder))
-    rows = {row["what"]: row for row in json.loads(says(capsys, str(folder), "--json"))[1:]}
-    summary = json.loads((folder / "summary.json").read_text())
+    assert "peak memory" in says("budget", folder)
+    rows = {row["what"]: row for row in json.loads(says("budget", folder, "--json"))[1:]}
+    summary = read_json(folder / "summary.json")
     trained = rows["trained parameters"]
     assert trained["predicted"] == trained["measured"] == summary["trained_parameters"] > 0
     tokens = rows["tokens trained on"]
@@ -169,20 +163,18 @@ def test_a_runs_costs_stand_beside_their_prediction(tiny_run, capsys):
         (["gone.gguf"], "there is no such GGUF file"),
     ],
 )
-def test_mistakes_are_one_sentence(argv, message, capsys):
-    assert main(["budget", *argv]) == 2
-    error = capsys.readouterr().err
-    assert message in error and error.count("\n") == 1
+def test_mistakes_are_one_sentence(argv, message, complains):
+    assert message in complains("budget", *argv)
 
 
-def test_counted_bytes_stand_beside_their_prediction(tiny_run, tmp_path):
+def test_counted_bytes_stand_beside_their_prediction(tiny_copy):
     """An engine that counts what it sends logs bytes_up per client and bytes_down per participant."""
-    folder = shutil.copytree(tiny_run(), tmp_path / "run")
-    events = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    folder = tiny_copy()
+    events = read_jsonl(folder / "metrics.jsonl")
     for event in events:
         if event["event"] == "round":
             event |= {"bytes_up": {"client_0": 7, "client_1": 5}, "bytes_down": 10}
-    (folder / "metrics.jsonl").write_text("".join(json.dumps(event) + "\n" for event in events))
+    write_jsonl(folder / "metrics.jsonl", events)
     rows = {row.what: row for row in run_costs(read_run(folder)).spent}
     assert rows["sent by clients"].measured == 3 * 12 and rows["sent to clients"].measured == 3 * 3 * 10
     # three clients receive everything in three rounds; they send only the experts that they serve
@@ -191,6 +183,5 @@ def test_counted_bytes_stand_beside_their_prediction(tiny_run, tmp_path):
     assert 0 < rows["sent by clients"].predicted <= 9 * budget.round_bytes("fedweave")[0]
 
 
-def test_a_run_takes_no_other_settings(tiny_run, capsys):
-    assert main(["budget", str(tiny_run()), "experts=3"]) == 2
-    assert "stands alone" in capsys.readouterr().err
+def test_a_run_takes_no_other_settings(tiny_run, complains):
+    assert "stands alone" in complains("budget", tiny_run(), "experts=3")

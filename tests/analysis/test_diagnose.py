@@ -1,6 +1,6 @@
 """Diagnosis of real (tiny) runs: what it measures agrees with the run, and it refuses what it cannot know."""
 
-import json
+import shutil
 from dataclasses import replace
 
 import numpy as np
@@ -10,24 +10,39 @@ import torch
 from fedweave.analysis.diagnose import diagnose
 from fedweave.analysis.gradients import GradientMeter
 from fedweave.analysis.subject import open_subject
-from fedweave.cli import main
 from fedweave.config import Config
 from fedweave.console import Console
 from fedweave.errors import UserError
 from fedweave.federation.engines.in_process import InProcessEngine
 from fedweave.router.mlp import RouterLayout
-from tests.helpers import make_lanes
+from tests.helpers import contents, make_lanes, read_json, write_jsonl
 
 QUIET = Console(quiet=True)
 
 
 @pytest.fixture(scope="module")
-def diagnosed(tiny_run):
-    return diagnose(tiny_run(), QUIET, clients=2)
+def plain(tiny_run, tmp_path_factory):
+    """A run to be diagnosed: that leaves a file."""
+    return shutil.copytree(tiny_run(), tmp_path_factory.mktemp("diagnosed") / "run")
 
 
-def test_everything_is_measured_and_written(diagnosed, tiny_run):
-    assert json.loads((tiny_run() / "diagnostics.json").read_text()) == diagnosed
+@pytest.fixture(scope="module")
+def diagnosed(plain):
+    return diagnose(plain, QUIET, clients=2)
+
+
+@pytest.fixture(scope="module")
+def own_rows(tmp_path_factory):
+    """Two clients' own data, whose rows carry no task."""
+    data = tmp_path_factory.mktemp("data")
+    for name, verb in (("north", "Add"), ("south", "Spell")):
+        rows = [{"prompt": f"{verb} {i} and {i}", "response": str(2 * i)} for i in range(20)]
+        write_jsonl(data / f"{name}.jsonl", rows)
+    return ["data.source=jsonl", f"data.path={data}", "evaluation.scores=false"]
+
+
+def test_everything_is_measured_and_written(diagnosed, plain):
+    assert read_json(plain / "diagnostics.json") == diagnosed
     assert diagnosed["refused"] == {} and set(diagnosed["patterns"]) == {"edit", "sum", "mood", "choice"}
     assert diagnosed["sample"]["clients"] == ["client_0", "client_1"] and diagnosed["sample"]["of_clients"] == 3
 
@@ -42,9 +57,9 @@ def test_the_theorems_hold_on_a_real_model(diagnosed):
     assert len(risks) == 2 and all(risk["chain_holds"] for risk in risks)
 
 
-def test_routed_weight_sums_to_what_the_router_says(diagnosed, tiny_run):
+def test_routed_weight_sums_to_what_the_router_says(diagnosed, plain):
     """One expert's mean weight, from the router's own output and the schedule, without the [U, K, M] table."""
-    subject = open_subject(tiny_run(), "best", QUIET)
+    subject = open_subject(plain, "best", QUIET)
     expected = np.zeros(subject.state.layout.experts)
     counts = np.stack([c.counts(len(expected), subject.step_budget(c)).numpy() for c in subject.clients])
     for client, row in zip(subject.clients, counts / counts.sum(0).clip(min=1), strict=True):
@@ -75,61 +90,54 @@ def test_gradients_are_those_of_finite_differences(backbone):
     engine.detach()
 
 
-def test_own_data_without_labels_gets_what_needs_none(unlabelled_run, capsys):
-    assert main(["diagnose", str(unlabelled_run), "--clients", "1"]) == 0
-    found = json.loads((unlabelled_run / "diagnostics.json").read_text())
+def test_own_data_without_labels_gets_what_needs_none(tiny_copy, own_rows, says):
+    folder = tiny_copy(*own_rows)
+    shown = says("diagnose", folder, "--clients", "1")
+    found = read_json(folder / "diagnostics.json")
     assert set(found["refused"]) == {"conflict", "contamination", "routing_risk"}
     assert "router_paths" in found and "effective_budget" in found
-    assert capsys.readouterr().out.count("needs task labels") == 3
+    assert shown.count("needs task labels") == 3
 
 
-def test_single_adapter_runs_have_conflict_alone(tiny_run):
-    found = diagnose(tiny_run("method=fedit"), QUIET, clients=2)
+def test_single_adapter_runs_have_conflict_alone(tiny_copy):
+    found = diagnose(tiny_copy("method=fedit"), QUIET, clients=2)
     assert set(found["refused"]) == {"contamination", "effective_budget", "router_paths", "routing_risk"}
     assert set(found["conflict"]) == {"fresh_adapter", "experts"}
 
 
-def test_client_level_methods_are_diagnosed_with_their_own_units(tiny_run):
-    found = diagnose(tiny_run("method=fedlease"), QUIET, clients=2)
+def test_client_level_methods_are_diagnosed_with_their_own_units(tiny_copy):
+    found = diagnose(tiny_copy("method=fedlease"), QUIET, clients=2)
     assert found["router_paths"]["clients"] == {}  # one bucket per client: nothing to interleave
     last = found["contamination"]["rounds"][str(found["rounds"])]
     assert last["lemma_holds"]
 
 
-def test_whole_uploads_are_those_of_the_ablation_without_prototype_experts(tiny_run):
-    found = diagnose(tiny_run("method=without-prototype-expert"), QUIET, clients=1)
+def test_whole_uploads_are_those_of_the_ablation_without_prototype_experts(tiny_copy):
+    found = diagnose(tiny_copy("method=without-prototype-expert"), QUIET, clients=1)
     for row in found["contamination"]["rounds"].values():
         assert row["chi"] == pytest.approx(row["client"])
 
 
-def test_an_oracle_routes_without_any_risk(tiny_run):
-    found = diagnose(tiny_run("method=oracle", "evaluation.scores=false"), QUIET, clients=1)
+def test_an_oracle_routes_without_any_risk(tiny_copy):
+    found = diagnose(tiny_copy("method=oracle", "evaluation.scores=false"), QUIET, clients=1)
     now = found["contamination"]["rounds"][str(found["round"])]
     assert max(now["chi"]) < 1e-6 and found["contamination"]["clean"]
     assert found["routing_risk"]["margin_risk"] == 0 and found["routing_risk"]["deficit"] < 1e-6
 
 
-def test_diagnosis_leaves_the_run_as_it_was(tiny_run):
-    folder = tiny_run()
-
-    def contents():
-        return {p: p.read_bytes() for p in folder.rglob("*") if p.is_file() and p.name != "diagnostics.json"}
-
-    before = contents()
+def test_diagnosis_leaves_the_run_as_it_was(tiny_copy):
+    folder = tiny_copy()
+    before = contents(folder)
     diagnose(folder, QUIET, clients=1, which="last")
-    assert contents() == before
+    after = contents(folder)
+    assert after.pop(folder / "diagnostics.json") and after == before
 
 
 @pytest.mark.parametrize("argument", ["--clients", "--batches"])
-def test_a_sample_of_nothing_is_refused(tiny_run, argument, capsys):
-    assert main(["diagnose", str(tiny_run()), argument, "0"]) == 2
-    assert "must be at least 1" in capsys.readouterr().err
+def test_a_sample_of_nothing_is_refused(tiny_run, argument, complains):
+    assert "must be at least 1" in complains("diagnose", tiny_run(), argument, "0")
 
 
-def test_nothing_at_all_to_diagnose_is_one_sentence(tiny_run, unlabelled_run):
-    import yaml
-
-    path = yaml.safe_load((unlabelled_run / "config.yaml").read_text())["data"]["path"]
-    folder = tiny_run("data.source=jsonl", f"data.path={path}", "evaluation.scores=false", "method=fedit")
+def test_nothing_at_all_to_diagnose_is_one_sentence(tiny_copy, own_rows):
     with pytest.raises(UserError, match="there is nothing to diagnose"):
-        diagnose(folder, QUIET, clients=1)
+        diagnose(tiny_copy(*own_rows, "method=fedit"), QUIET, clients=1)

@@ -1,18 +1,15 @@
 """Bundles: every expert is what PEFT loads, the whole is what was trained, and a damaged file is named."""
 
-import json
 import shutil
 
 import pytest
 import torch
 
 from fedweave.bundle.load import load_bundle
-from fedweave.cli import main
 from fedweave.errors import UserError
 from fedweave.router.mlp import sparsify
 from fedweave.runs.use import export_run, load
-from tests.bundle.conftest import PROMPTS
-from tests.runs.conftest import SMALL
+from tests.helpers import PROMPTS, read_json
 
 
 def test_each_expert_loads_with_peft_and_gives_the_same_logits(bundle, model_folder):
@@ -41,8 +38,8 @@ def test_each_expert_loads_with_peft_and_gives_the_same_logits(bundle, model_fol
     assert not torch.allclose(seen[0], seen[1], atol=1e-3), "experts that are all alike would test nothing"
 
 
-def test_a_bundle_answers_exactly_like_its_run(run, bundle):
-    from_run, from_bundle = load(run), load(bundle)
+def test_a_bundle_answers_exactly_like_its_run(trained, bundle):
+    from_run, from_bundle = load(trained), load(bundle)
     assert torch.equal(from_run.theta, from_bundle.theta) and torch.equal(
         from_run.experts.phi, from_bundle.experts.phi
     )
@@ -52,8 +49,8 @@ def test_a_bundle_answers_exactly_like_its_run(run, bundle):
     assert sparsify(from_bundle.route(PROMPTS), "sparse").sum() == len(PROMPTS)
 
 
-def test_bundle_holds_what_it_promises(bundle, run, capsys):
-    description = json.loads((bundle / "fedweave.json").read_text())
+def test_bundle_holds_what_it_promises(bundle, trained, says, complains):
+    description = read_json(bundle / "fedweave.json")
     experts = [f"expert_{m}/{file}" for m in range(description["experts"])
                for file in ("adapter_config.json", "adapter_model.safetensors")]  # fmt: skip
     assert set(description["files"]) == {"README.md", "router.safetensors", *experts}
@@ -62,9 +59,8 @@ def test_bundle_holds_what_it_promises(bundle, run, capsys):
     }
     card = (bundle / "README.md").read_text()
     assert "PeftModel.from_pretrained" in card and "vllm serve" in card and "| Edit |" in card
-    assert main(["generate", str(bundle), "How many?", "--max-new-tokens", "2"]) == 0
-    assert main(["export", str(run), str(bundle)]) == 2
-    assert "exists" in capsys.readouterr().err
+    says("generate", bundle, "How many?", "--max-new-tokens", "2")
+    assert "exists" in complains("export", trained, bundle)
 
 
 @pytest.mark.parametrize("name", ["router.safetensors", "expert_1/adapter_model.safetensors", "README.md"])
@@ -89,9 +85,7 @@ def test_another_backbone_is_refused(bundle, model_folder, tmp_path):
         load_bundle(bundle, model=str(other))
 
 
-def test_local_only_has_nothing_to_export(tmp_path, model_folder):
-    settings = [f"backbone.model={model_folder('llama')}", *SMALL, "method=local-only", "experts.single_rank=4",
-                "training.rounds=1", f"output={tmp_path / 'run'}"]  # fmt: skip
-    assert main(["run", "quickstart", *settings, "--quiet"]) == 0
+def test_local_only_has_nothing_to_export(tiny_run, tmp_path):
+    run = tiny_run("method=local-only", "experts.single_rank=4", "training.rounds=1")
     with pytest.raises(UserError, match="every client"):
-        export_run(tmp_path / "run", tmp_path / "bundle")
+        export_run(run, tmp_path / "bundle")

@@ -16,7 +16,7 @@ from fedweave.bundle.load import load_bundle
 from fedweave.cli import main
 from fedweave.errors import UserError
 from fedweave.runs.use import export_merged, export_soft
-from tests.bundle.conftest import PROMPTS
+from tests.helpers import PROMPTS, read_json, write_jsonl
 
 
 def one_hot(expert: int, experts: int) -> torch.Tensor:
@@ -41,12 +41,12 @@ def test_a_merged_model_is_the_backbone_with_one_expert(bundle, tmp_path):
     assert not (tmp_path / "dense" / "adapter_config.json").exists()
 
 
-def test_a_fixed_mixture_is_one_adapter_of_rank_m_times_r(run, bundle, tmp_path, model_folder):
+def test_a_fixed_mixture_is_one_adapter_of_rank_m_times_r(trained, bundle, tmp_path, model_folder):
     ours = load_bundle(bundle)
     experts = ours.mixture.layout.experts
     weights = torch.linspace(1, 2, experts).softmax(0)
-    export_soft(run, tmp_path / "soft", weights.tolist())
-    config = json.loads((tmp_path / "soft" / "adapter_config.json").read_text())
+    export_soft(trained, tmp_path / "soft", weights.tolist())
+    config = read_json(tmp_path / "soft" / "adapter_config.json")
     assert config["r"] == ours.mixture.layout.rank * experts
     base = AutoModelForCausalLM.from_pretrained(model_folder("llama"), dtype=torch.float32)
     expected = probe(ours, weights)
@@ -72,13 +72,11 @@ def probe_of(model):
         (["--soft", "EVEN+1"], "sum to 1"),
     ],
 )
-def test_wrong_exports_are_one_sentence_and_leave_nothing(run, bundle, tmp_path, capsys, arguments, message):
+def test_wrong_exports_are_one_sentence_and_leave_nothing(trained, bundle, tmp_path, complains, arguments, message):
     experts = load_bundle(bundle).mixture.layout.experts
     arguments = [a.replace("EVEN+1", ",".join(["1"] * experts)) for a in arguments]
     before = set(tmp_path.iterdir())
-    assert main(["export", str(run), str(tmp_path / "out"), *arguments]) == 2
-    error = capsys.readouterr().err
-    assert message in error and error.count("\n") == 1
+    assert message in complains("export", trained, tmp_path / "out", *arguments)
     assert set(tmp_path.iterdir()) == before
 
 
@@ -90,7 +88,7 @@ def test_an_adapter_that_computes_something_else_is_caught(bundle):
     with pytest.raises(UserError, match="other logits"):
         check_adapter(bundle / "expert_1", model, gates)
     config_file = bundle / "expert_0" / "adapter_config.json"
-    config = json.loads(config_file.read_text())
+    config = read_json(config_file)
     config_file.write_text(json.dumps({**config, "lora_alpha": 3}))
     with pytest.raises(UserError, match="other logits"):
         check_adapter(bundle / "expert_0", model, gates)
@@ -101,9 +99,8 @@ def test_an_adapter_that_computes_something_else_is_caught(bundle):
     check_adapter(bundle / "expert_0", model, gates)  # nothing of the trials is left on the model
 
 
-def test_an_export_that_is_not_finite_is_refused(run, tmp_path):
-    broken = tmp_path / "run"
-    shutil.copytree(run, broken)
+def test_an_export_that_is_not_finite_is_refused(trained, tmp_path):
+    broken = shutil.copytree(trained, tmp_path / "run")
     newest = sorted((broken / "checkpoints").glob("round-*"))[-1] / "state.safetensors"
     tensors = load_file(newest)
     for name in tensors:
@@ -117,7 +114,7 @@ def test_an_export_that_is_not_finite_is_refused(run, tmp_path):
 def test_adapters_carry_what_vllm_asks_for(bundle, model_folder):
     """vLLM: peft_type LORA, the served model's very name, no bias, no modules to save, no variant, plain keys."""
     for folder in sorted(bundle.glob("expert_*")):
-        config = json.loads((folder / "adapter_config.json").read_text())
+        config = read_json(folder / "adapter_config.json")
         assert config["peft_type"] == "LORA"
         assert config["base_model_name_or_path"] == str(model_folder("llama"))
         assert isinstance(config["r"], int) and isinstance(config["lora_alpha"], int)
@@ -133,17 +130,11 @@ def test_adapters_carry_what_vllm_asks_for(bundle, model_folder):
     assert "expert_2=PATH/expert_2" in vllm_command("m", 3, 4)
 
 
-def test_a_bundle_is_evaluated_on_a_file(run, bundle, tmp_path, capsys):
-    data = tmp_path / "mine.jsonl"
+def test_a_bundle_is_evaluated_on_a_file(trained, bundle, tmp_path, says, complains):
     rows = [{"prompt": p, "response": "Two plums", "task": t} for p, t in zip(PROMPTS, "aab", strict=True)]
-    data.write_text("\n".join(json.dumps(row) for row in rows))
-    options = ["--data", str(data), "evaluation.max_new_tokens=4", "--quiet"]
-    tables = []
-    for source in (run, bundle):
-        assert main(["evaluate", str(source), *options]) == 0
-        tables.append(capsys.readouterr().out)
+    data = write_jsonl(tmp_path / "mine.jsonl", rows)
+    options = ["--data", data, "evaluation.max_new_tokens=4", "--quiet"]
+    tables = [says("evaluate", source, *options) for source in (trained, bundle)]
     assert tables[0] == tables[1] and "macro average" in tables[0]
-    assert main(["evaluate", str(bundle)]) == 2
-    assert "--data" in capsys.readouterr().err
-    assert main(["evaluate", str(bundle), "--data", str(data), "training.rounds=3"]) == 2
-    assert "fixed for a bundle" in capsys.readouterr().err
+    assert "--data" in complains("evaluate", bundle)
+    assert "fixed for a bundle" in complains("evaluate", bundle, "--data", data, "training.rounds=3")

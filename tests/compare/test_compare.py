@@ -1,7 +1,6 @@
 """Comparisons: the grid, its tables, and what a crash or a broken cell costs."""
 
 import csv
-import json
 
 import pytest
 
@@ -13,6 +12,7 @@ from fedweave.config import Config, load_config
 from fedweave.console import Console
 from fedweave.errors import UserError
 from fedweave.report.groups import find_runs
+from tests.helpers import read_json
 
 TASKS = {"a": "Task A", "b": "Task B"}
 
@@ -154,58 +154,46 @@ def test_mistakes_are_found_before_anything_runs(tmp_path, name, overrides, best
         cells(load_comparison(name, overrides, best_of), tmp_path)
 
 
-def test_a_grid_runs_survives_a_broken_cell_and_is_not_run_twice(tmp_path, model_folder, capsys):
+@pytest.fixture
+def quick(small) -> list[str]:
+    """Cells that take a fraction of a second each."""
+    return [*small, "data.train=6", "training.rounds=1", "training.local_steps=1", "experts.single_rank=8"]
+
+
+def test_a_grid_runs_survives_a_broken_cell_and_is_not_run_twice(tmp_path, quick):
     output = tmp_path / "grid"
-    settings = [
-        f"backbone.model={model_folder('llama')}", "backbone.device=cpu", "backbone.max_length=128",
-        "data.clients=3", "data.train=6", "data.validation=2", "data.test=2", "training.local_steps=1",
-        "training.rounds=1", "experts.single_rank=8", "evaluation.max_new_tokens=2",
-    ]  # fmt: skip
-    grid = [
-        "compare",
-        "quickstart",
-        "method=fedit,ffa-lora",
-        "seed=1,2",
-        *settings,
-        "--output",
-        str(output),
-        "--quiet",
-    ]
+    axes = ["method=fedit,ffa-lora", "seed=1,2"]
+    grid = ["compare", "quickstart", *axes, *quick, "--output", str(output), "--quiet"]
     broken = output / "cells" / "seed-2_method-fedit"
     broken.mkdir(parents=True)
     (broken / "something").write_text("a folder that is in the way")
     assert main(grid) == 0
-    first = json.loads((output / "results.json").read_text())
+    first = read_json(output / "results.json")
     assert len(first) == 3 and "ffa-lora" in (output / "table.md").read_text()
     (broken / "something").unlink()
     broken.rmdir()
     times = {p: p.stat().st_mtime_ns for p in output.rglob("summary.json")}
     assert main(grid) == 0
-    assert len(json.loads((output / "results.json").read_text())) == 4
+    assert len(read_json(output / "results.json")) == 4
     assert all(p.stat().st_mtime_ns == t for p, t in times.items()), "finished cells must not run again"
     rows = list(csv.reader((output / "results.csv").open()))
     assert rows[0] == ["method", "quantity", "mean", "standard deviation", "seeds"] and rows[1][-1] == "2"
     assert r"\toprule" in (output / "table.tex").read_text()
 
 
-def test_several_comparisons_share_cells_and_stop_in_time(tmp_path, model_folder, capsys):
-    settings = [
-        f"backbone.model={model_folder('llama')}", "backbone.device=cpu", "backbone.max_length=128",
-        "data.source=sample", "data.clients=3", "data.train=6", "data.validation=2", "data.test=2",
-        "training.local_steps=1", "training.rounds=1", "experts.single_rank=8", "evaluation.max_new_tokens=2",
-        "seed=1", "evaluation.scores=false",
-    ]  # fmt: skip
+def test_several_comparisons_share_cells_and_stop_in_time(tmp_path, quick, capsys):
     rates = tmp_path / "rates.yaml"
     rates.write_text("recipe: quickstart\naxes: {training.lr: [1.0e-3, 2.0e-3]}\nset: {method: fedit}\n")
     both = tmp_path / "methods.yaml"
     both.write_text("recipe: quickstart\naxes: {method: [ffa-lora, fedit]}\nset: {training.lr: 1.0e-3}\n")
+    settings = [*quick, "seed=1", "evaluation.scores=false"]
     command = ["compare", str(rates), str(both), *settings, "--output", str(tmp_path / "out")]
     assert main([*command, "--minutes", "0"]) == 2
     assert "4 cells to go" in capsys.readouterr().err and not list(tmp_path.rglob("summary.json"))
     assert main(command) == 0
     assert "fedit" in capsys.readouterr().out
     assert len(list(tmp_path.rglob("summary.json"))) == 3  # fedit at 1e-3 stands in both tables and ran once
-    table = json.loads((tmp_path / "out" / "methods" / "results.json").read_text())
+    table = read_json(tmp_path / "out" / "methods" / "results.json")
     assert [row["values"]["method"] for row in table] == ["ffa-lora", "fedit"]
     assert (tmp_path / "out" / "rates" / "table.md").is_file()
     methods = [run.method for run in find_runs([tmp_path / "out" / "methods"])]

@@ -7,13 +7,9 @@ import pytest
 import torch
 
 from fedweave.alignment.align import signature_distance
-from fedweave.config import from_tree
 from fedweave.discovery.signatures import Signatures
 from fedweave.experts.layout import AdapterLayout
-from fedweave.settings import to_tree
-from tests.methods.conftest import config, make_engine, run
-
-__all__ = ["config"]
+from tests.federations import changed, make_engine, run
 
 BLOCKS = 12
 LAYOUT = AdapterLayout(tuple(f"l{i}" for i in range(BLOCKS)), (4,) * BLOCKS, (150, 50) * (BLOCKS // 2), 8, 1)
@@ -77,9 +73,8 @@ def test_a_zero_block_and_a_tiny_one_survive():
 def test_a_federation_can_use_sketches(config, backbone):
     """The same buckets and adapters, so distances within the documented error."""
     plain, _ = run(config, make_engine(config, backbone))
-    tree = to_tree(config)
-    tree["discovery"]["sketch"] = 32
-    sketched, final = run(from_tree(tree), make_engine(from_tree(tree), backbone))
+    sketching = changed(config, discovery={"sketch": 32})
+    sketched, final = run(sketching, make_engine(sketching, backbone))
     exact, near = (np.array(state.report["signature_distance"]) for state in (plain, sketched))
     blocks = len(plain.layout.names)
     bound = 5 * (1 - (1 - exact) ** 2) / math.sqrt(32 * blocks) + 0.2 / 32

@@ -22,7 +22,7 @@ from fedweave.federation.state import broadcast
 from fedweave.federation.steps import Asked
 from fedweave.methods import build_method
 from fedweave.settings import to_tree
-from tests.methods.conftest import make_engine, with_method
+from tests.federations import make_engine, with_method
 
 ROUNDS, BAD = 2, 1
 

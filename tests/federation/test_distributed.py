@@ -2,27 +2,35 @@
 
 from __future__ import annotations
 
-import json
-import os
 import subprocess
 import sys
-from collections.abc import Sequence
+from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file
 
 from fedweave.cli import main
-from tests.helpers import assert_trained_alike
-from tests.runs.conftest import SMALL
+from tests.helpers import PATIENCE, assert_trained_alike, fork, free_port, read_json
 
 
-def together(arguments: list[str], program: Sequence[str] = ("-m", "fedweave.cli")) -> subprocess.CompletedProcess:
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
-    return subprocess.run(
-        [*torchrun, *program, *arguments], capture_output=True, text=True, timeout=300, env=environment
-    )
+def torchrun(*program: str) -> tuple[int, str]:
+    """(exit code, what it said) of two processes of a program, as users start them."""
+    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", *program]
+    done = subprocess.run(launch, capture_output=True, text=True, timeout=PATIENCE)
+    return done.returncode, done.stdout + done.stderr
+
+
+def together(folder: Path, *command: str) -> tuple[list[int], str]:
+    """(exit codes, what they said) of two forks of this command, told what torchrun tells its processes."""
+    place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": "2"}
+    logs = [folder / f"{rank}.log" for rank in range(2)]
+    pair = [
+        fork(main, command, log=log, **place, RANK=str(rank), LOCAL_RANK=str(rank)) for rank, log in enumerate(logs)
+    ]
+    for process in pair:
+        process.join(PATIENCE)
+    return [process.exitcode for process in pair], "".join(log.read_text() for log in logs)
 
 
 def tensors(run) -> dict[str, torch.Tensor]:
@@ -32,41 +40,49 @@ def tensors(run) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.parametrize(
-    ("extra", "limit"),
+    ("method", "extra", "limit"),
     [
-        (["method=fedweave"], 2e-5),
+        ("fedweave", [], 2e-5),
         # private rows and residuals; where rounding to int8 falls on an edge, a last bit decides
-        (["method=fedsa-lora", "training.participation=2", "federation.update_dtype=int8"], 1e-3),
+        ("fedsa-lora", ["training.participation=2", "federation.update_dtype=int8"], 1e-3),
     ],
 )
-def test_two_processes_equal_one(tmp_path, model_folder, extra, limit):
-    small = [f"backbone.model={model_folder('llama')}", *SMALL, *extra, "training.rounds=2"]
-    assert main(["run", "quickstart", *small, f"output={tmp_path / 'one'}", "--quiet"]) == 0
-    done = together(["run", "quickstart", *small, f"output={tmp_path / 'two'}"])
-    assert done.returncode == 0, done.stderr[-2000:]
-    assert "2 processes share the clients" in done.stderr + done.stdout
-    assert sorted(p.name for p in tmp_path.iterdir()) == ["one", "two"], "only one process writes"
-    alone, shared = tensors(tmp_path / "one"), tensors(tmp_path / "two")
+def test_two_processes_equal_one(tmp_path, small, tiny_copy, method, extra, limit):
+    """One method goes the users' whole way, through torchrun."""
+    settings = [f"method={method}", *extra, "training.rounds=2"]
+    one, two, logs = tiny_copy(*settings), tmp_path / "runs" / "two", tmp_path / "logs"
+    logs.mkdir()
+    begin = ["run", "quickstart", *small, *settings, f"output={two}"]
+    if method == "fedweave":
+        code, said = torchrun("-m", "fedweave.cli", *begin)
+        assert code == 0, said[-2000:]
+    else:
+        codes, said = together(logs, *begin)
+        assert codes == [0, 0], said[-2000:]
+    assert "2 processes share the clients" in said
+    assert [p.name for p in two.parent.iterdir()] == ["two"], "only one process writes"
+    alone, shared = tensors(one), tensors(two)
     assert alone.keys() == shared.keys()
     for name, tensor in alone.items():
         assert_trained_alike(tensor, shared[name], limit)
-    one, two = (json.loads((tmp_path / run / "summary.json").read_text()) for run in ("one", "two"))
-    assert two["buckets"] == one["buckets"]
-    losses = [summary["test"]["best"]["loss"]["soft"]["macro"] for summary in (one, two) if summary["experts"] > 1]
+    ours, theirs = (read_json(run / "summary.json") for run in (one, two))
+    assert theirs["buckets"] == ours["buckets"]
+    losses = [s["test"]["best"]["loss"]["soft"]["macro"] for s in (ours, theirs) if s["experts"] > 1]
     assert not losses or losses[0] == pytest.approx(losses[1], abs=1e-4)
 
-    more = together(["resume", str(tmp_path / "two"), "training.rounds=3"])
-    assert more.returncode == 0, more.stderr[-2000:]
-    assert main(["resume", str(tmp_path / "one"), "training.rounds=3", "--quiet"]) == 0
-    longer = tensors(tmp_path / "two")
-    for name, tensor in tensors(tmp_path / "one").items():
+    codes, said = together(logs, "resume", str(two), "training.rounds=3")
+    assert codes == [0, 0], said[-2000:]
+    assert main(["resume", str(one), "training.rounds=3", "--quiet"]) == 0
+    longer = tensors(two)
+    for name, tensor in tensors(one).items():
         assert_trained_alike(tensor, longer[name], limit)
 
 
 def test_a_mistake_ends_all_processes_with_the_sentence(tmp_path):
-    done = together(["run", "quickstart", "backbone.model=nowhere/at-all", f"output={tmp_path / 'x'}"])
-    assert done.returncode != 0
-    assert "nowhere/at-all" in done.stderr and not (tmp_path / "x").exists()
+    run = tmp_path / "x"
+    codes, said = together(tmp_path, "run", "quickstart", "backbone.model=nowhere/at-all", f"output={run}")
+    assert codes[0] == 2 and codes[1] not in (0, None)  # the other may just see that the first has gone
+    assert "nowhere/at-all" in said and not run.exists()
 
 
 LEAVING = """
@@ -82,5 +98,5 @@ world().wait()
 def test_a_process_leaves_the_group_before_python_ends(tmp_path):
     """Otherwise gloo's threads outlive the interpreter, and abort about one run in ten after all its work."""
     (tmp_path / "leaving.py").write_text(LEAVING)
-    done = together([], [str(tmp_path / "leaving.py")])
-    assert done.returncode == 0, done.stderr[-2000:]
+    code, said = torchrun(str(tmp_path / "leaving.py"))
+    assert code == 0, said[-2000:]

@@ -9,7 +9,7 @@ import torch
 from fedweave.cli import main
 from fedweave.federation.rounds import federate, one_round
 from fedweave.methods import METHODS, build_method
-from tests.methods.conftest import make_engine, run, with_method
+from tests.federations import make_engine, run, with_method
 
 pytestmark = pytest.mark.usefixtures("smooth_optimiser")
 

@@ -15,7 +15,7 @@ from fedweave.methods import METHODS, build_method
 from fedweave.settings import to_tree
 from fedweave.training.batch import ClientData
 from fedweave.training.lockstep import LockstepTrainer
-from tests.methods.conftest import make_engine, run
+from tests.federations import make_engine, run
 
 
 def test_labels_never_reach_the_method(config, backbone):

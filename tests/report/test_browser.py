@@ -1,14 +1,17 @@
 """The page in a real browser: no errors, nothing fetched, both themes, and no sideways scrolling on a phone."""
 
+import json
+
 import pytest
 
 from fedweave.cli import main
+from tests.report.conftest import COMPARED
 
 
 @pytest.fixture(scope="module")
-def page(finished_once, tmp_path_factory):
+def page(tiny_run, tmp_path_factory):
     target = tmp_path_factory.mktemp("page") / "report.html"
-    assert main(["report", str(finished_once), "--output", str(target)]) == 0
+    assert main(["report", str(tiny_run(COMPARED)), "--output", str(target)]) == 0
     return target.as_uri()
 
 
@@ -24,8 +27,6 @@ def look(browser, page, scheme="light", width=1200):
 def test_no_errors_and_no_network(browser, page):
     look(browser, page)
     assert browser.get_log("browser") == []
-    import json
-
     messages = [json.loads(entry["message"])["message"] for entry in browser.get_log("performance")]
     asked = {
         m["params"]["request"]["url"].split("#")[0] for m in messages if m["method"] == "Network.requestWillBeSent"

@@ -7,13 +7,14 @@ import time
 
 from fedweave.cli import main
 from fedweave.report.live import render, seconds_left, sparkline
+from fedweave.runs.live import LiveProgress
 from fedweave.runs.reading import read_run
+from tests.helpers import read_json, wait_for
 
 
-def test_a_finished_run_is_shown_once(finished, capsys):
-    assert main(["watch", str(finished)]) == 0
-    shown = capsys.readouterr().out
-    summary = json.loads((finished / "summary.json").read_text())
+def test_a_finished_run_is_shown_once(finished, says):
+    shown = says("watch", finished)
+    summary = read_json(finished / "summary.json")
     assert "finished" in shown and "round 3 of 3" in shown
     assert f"loss {summary['test']['best']['loss']['sparse']['macro']:.3f}" in shown
     assert "expert 0" in shown and "Mood" in shown
@@ -29,6 +30,14 @@ def test_time_left_is_the_pace_of_recent_rounds(record):
     assert seconds_left(record(live={"state": "finished", "round_seconds": [4.0]})) is None
 
 
+def test_a_run_whose_start_was_validated_a_moment_ago_is_shown(record):
+    """The log then speaks of experts that no other file knows of yet."""
+    validated = {"event": "validation", "round": 0, "loss": 2.0, "tasks": {"macro": 2.0}, "router_entropy": 0.3466,
+                 "expert_load": [0.75, 0.25]}  # fmt: skip
+    shown = render(record(events=[validated], live={"state": "running", "phase": {}, "round_seconds": []}))
+    assert "expert 1   25%" in shown and "entropy 50%" in shown
+
+
 def test_a_stopped_run_says_how_to_go_on(record):
     assert "fedweave resume runs/x" in render(record(live={"state": "stopped", "phase": {}, "round_seconds": []}))
 
@@ -37,20 +46,19 @@ def test_sparkline():
     assert sparkline([3.0, 2.0, 1.0]) == "█▅▁" and sparkline([1.0, 1.0]) == "▁▁"
 
 
-def test_no_run_is_one_sentence(tmp_path, capsys):
-    assert main(["watch", str(tmp_path)]) == 2
-    assert "no run folder" in capsys.readouterr().err
+def test_no_run_is_one_sentence(tmp_path, complains):
+    assert "no run folder" in complains("watch", tmp_path)
 
 
-def test_it_follows_a_run_that_goes_on(tmp_path, small, capsys):
-    folder = tmp_path / "run"
-    arguments = ["run", "quickstart", *small, "training.rounds=6", f"output={folder}", "--quiet"]
-    run = threading.Thread(target=main, args=[arguments])
+def test_it_follows_a_run_that_goes_on(tmp_path, small, says, monkeypatch):
+    """However fast the run is, it does not end before it was looked at."""
+    folder, seen, finish, sleep = tmp_path / "run", threading.Event(), LiveProgress.finish, time.sleep
+    monkeypatch.setattr(LiveProgress, "finish", lambda self: seen.wait(120) and finish(self))
+    monkeypatch.setattr("fedweave.report.live.time.sleep", lambda _: (seen.set(), sleep(0.02)))
+    run = threading.Thread(target=main, args=[["run", "quickstart", *small, f"output={folder}", "--quiet"]])
     run.start()
-    while not (folder / "progress.json").exists() and run.is_alive():
-        time.sleep(0.02)
-    assert main(["watch", str(folder)]) == 0
-    shown = capsys.readouterr().out
+    wait_for(lambda: (folder / "progress.json").exists() or not run.is_alive(), "a sign of the run")
+    shown = says("watch", folder)
     run.join()
     assert "running" in shown and shown.rstrip().splitlines()[-1].startswith("  test, best round")
     assert read_run(folder).state == "finished"
@@ -58,9 +66,8 @@ def test_it_follows_a_run_that_goes_on(tmp_path, small, capsys):
 
 def test_the_page_is_written_again_until_the_run_ends(finished, monkeypatch, capsys):
     done, looks = (finished / "progress.json").read_text(), []
-    (finished / "progress.json").write_text(
-        json.dumps({**json.loads(done), "state": "running", "pid": os.getpid()})
-    )
+    going = {**json.loads(done), "state": "running", "pid": os.getpid()}
+    (finished / "progress.json").write_text(json.dumps(going))
 
     def pause(seconds: float) -> None:
         looks.append((finished / "report.html").read_text())

@@ -3,6 +3,7 @@
 import json
 import re
 import shutil
+import sys
 from html.parser import HTMLParser
 
 import pytest
@@ -11,6 +12,8 @@ import yaml
 from fedweave.cli import main
 from fedweave.report.curves import method_losses
 from fedweave.report.groups import Group, find_runs, group_runs, on_common_seeds
+from tests.helpers import read_json, read_jsonl, write_jsonl
+from tests.report.conftest import COMPARED
 
 FIGURES = {
     "test-score", "test-loss", "loss-by-task", "training-loss", "mixture", "client-agreement", "router-entropy",
@@ -49,9 +52,9 @@ def page_of(folder, *arguments):
 
 
 @pytest.fixture(scope="module")
-def written(finished_once, tmp_path_factory):
+def written(tiny_run, tmp_path_factory):
     """A finished and diagnosed run with its report."""
-    folder = shutil.copytree(finished_once, tmp_path_factory.mktemp("written") / "run")
+    folder = shutil.copytree(tiny_run(COMPARED), tmp_path_factory.mktemp("written") / "run")
     assert main(["diagnose", str(folder), "--quiet"]) == 0
     page_of(folder)
     return folder
@@ -68,7 +71,7 @@ def test_a_finished_run_gives_every_chapter_and_every_figure(written):
     assert shown == FIGURES
     assert {p.stem for p in (written / "figures").glob("*.png")} == FIGURES
     assert {p.stem for p in (written / "figures").glob("*.svg")} == FIGURES
-    summary = json.loads((written / "summary.json").read_text())
+    summary = read_json(written / "summary.json")
     assert f"<b>{summary['test']['best']['score']['macro']:.3f}</b>" in text
     assert "http-equiv" not in text, "a finished run does not reload itself"
 
@@ -98,18 +101,18 @@ def test_a_federation_of_sites_has_a_page(finished):
     config = yaml.safe_load((finished / "config.yaml").read_text())
     config |= {"engine": "flower", "data": {"source": "sites"}}
     (finished / "config.yaml").write_text(yaml.safe_dump(config))
-    lines = [json.loads(line) for line in (finished / "metrics.jsonl").read_text().splitlines()]
+    lines = read_jsonl(finished / "metrics.jsonl")
     for line in lines:
         if line["event"] == "validation":
             for key in ("tasks", "expert_load", "expert_weight"):
                 del line[key]
             line |= {"sites": {"north": line["loss"], "south": line["loss"] + 1}, "router_entropy": None}
-    (finished / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    write_jsonl(finished / "metrics.jsonl", lines)
     (finished / "manifest.json").write_text(json.dumps({"source": "sites", "seed": 42, "federation": "abc"}))
-    summary = json.loads((finished / "summary.json").read_text())
+    summary = read_json(finished / "summary.json")
     summary |= {"test": {}, "tasks": {}, "audit": None, "train_tokens": None}
     (finished / "summary.json").write_text(json.dumps(summary))
-    discovery = json.loads((finished / "discovery.json").read_text())
+    discovery = read_json(finished / "discovery.json")
     del discovery["bucket_tasks"], discovery["audit"]
     (finished / "discovery.json").write_text(json.dumps(discovery))
     text = page_of(finished)
@@ -123,7 +126,7 @@ def test_a_run_under_way_refreshes_itself_and_a_bare_one_still_gives_a_page(fini
     for name in ("summary.json", "discovery.json", "embedding.json"):
         (finished / name).unlink()
     (finished / "metrics.jsonl").write_text('{"event": "validation", "rou')  # half a line
-    progress = json.loads((finished / "progress.json").read_text())
+    progress = read_json(finished / "progress.json")
     (finished / "progress.json").write_text(json.dumps({**progress, "state": "running"}))
     text = page_of(finished)
     assert 'http-equiv="refresh"' in text and ">running<" in text
@@ -184,11 +187,8 @@ def test_a_trend_over_an_unfinished_grid_uses_the_seeds_that_all_points_have(gri
     assert [len(g.runs) for g in on_common_seeds(groups)] == [2, 0], "nothing in common: as they are"
 
 
-def test_runs_of_one_adapter_have_a_page_too(tmp_path, small):
-    folder = tmp_path / "fedit"
-    settings = [*small, "method=fedit", "training.rounds=1", f"output={folder}", "--quiet"]
-    assert main(["run", "quickstart", *settings]) == 0
-    text = page_of(folder)
+def test_runs_of_one_adapter_have_a_page_too(tiny_copy):
+    text = page_of(tiny_copy("method=fedit", "training.rounds=1"))
     assert "fedit does not discover buckets" in text and "has one adapter" in text
 
 
@@ -201,17 +201,14 @@ def test_runs_of_one_adapter_have_a_page_too(tmp_path, small):
         (["RUN2"], "damaged"),
     ],
 )
-def test_mistakes_are_one_sentence(finished, tmp_path, monkeypatch, capsys, arguments, word):
+def test_mistakes_are_one_sentence(finished, tmp_path, monkeypatch, complains, arguments, word):
     monkeypatch.chdir(tmp_path)
     broken = shutil.copytree(finished, tmp_path / "broken")
     (broken / "discovery.json").write_text("{")
     names = {"RUN": str(finished), "RUN2": str(broken)}
-    assert main(["report", *[names.get(a, a) for a in arguments]]) == 2
-    err = capsys.readouterr().err
-    assert word in err and err.count("\n") == 1
+    assert word in complains("report", *[names.get(a, a) for a in arguments])
 
 
-def test_without_matplotlib_the_extra_is_named(finished, monkeypatch, capsys):
-    monkeypatch.setitem(__import__("sys").modules, "matplotlib", None)
-    assert main(["report", str(finished)]) == 2
-    assert "fedweave[report]" in capsys.readouterr().err
+def test_without_matplotlib_the_extra_is_named(finished, monkeypatch, complains):
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    assert "fedweave[report]" in complains("report", finished)

@@ -1,7 +1,6 @@
 """Trackers get what metrics.jsonl gets. Each one that is installed is run for real and read back."""
 
 import importlib
-import json
 
 import pytest
 
@@ -10,6 +9,7 @@ from fedweave.config import load_config
 from fedweave.console import Console
 from fedweave.errors import UserError
 from fedweave.runs.loggers import LOGGERS, Loggers, open_loggers, require_loggers, scalars
+from tests.helpers import events, read_json
 
 VALIDATION = {
     "event": "validation", "round": 2, "loss": 1.5, "tasks": {"sum": 1.0, "macro": 1.5}, "router_entropy": 0.25,
@@ -81,14 +81,13 @@ def test_tensorboard_holds_every_round_once_even_after_resuming(tmp_path, small)
     assert main(["run", "quickstart", *small, "loggers=tensorboard", "training.rounds=2", f"output={folder}",
                  "--quiet"]) == 0  # fmt: skip
     assert main(["resume", str(folder), "training.rounds=3", "--quiet"]) == 0
-    events = EventAccumulator(str(folder / "tensorboard"))
-    events.Reload()
-    logged = {e.step: e.value for e in events.Scalars("validation/loss")}
-    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    wanted = {e["round"]: e["loss"] for e in lines if e["event"] == "validation"}
-    assert logged == pytest.approx(wanted) and len(events.Scalars("validation/loss")) == 4
-    summary = json.loads((folder / "summary.json").read_text())
-    assert events.Scalars("test/score/macro")[-1].value == pytest.approx(summary["test"]["best"]["score"]["macro"])
+    board = EventAccumulator(str(folder / "tensorboard"))
+    board.Reload()
+    logged = {e.step: e.value for e in board.Scalars("validation/loss")}
+    wanted = {e["round"]: e["loss"] for e in events(folder, "validation")}
+    assert logged == pytest.approx(wanted) and len(board.Scalars("validation/loss")) == 4
+    summary = read_json(folder / "summary.json")
+    assert board.Scalars("test/score/macro")[-1].value == pytest.approx(summary["test"]["best"]["score"]["macro"])
 
 
 def drive(name, folder):
@@ -119,7 +118,7 @@ def test_mlflow_database(tmp_path, monkeypatch):
     folder = tmp_path / "run"
     drive("mlflow", folder)
     client = mlflow.MlflowClient(f"sqlite:///{folder / 'mlflow.db'}")
-    run = json.loads((folder / "loggers.json").read_text())["mlflow"]
+    run = read_json(folder / "loggers.json")["mlflow"]
     history = client.get_metric_history(run, "validation/loss/sum")
     assert [(m.step, m.value) for m in history] == [(1, 1.0), (2, 1.0)]
     assert client.get_run(run).data.params["training.rounds"] == "4"
@@ -131,7 +130,7 @@ def test_trackio_store(tmp_path, monkeypatch):
     from trackio.sqlite_storage import SQLiteStorage
 
     drive("trackio", tmp_path / "run")
-    name = json.loads((tmp_path / "run" / "loggers.json").read_text())["trackio"]
+    name = read_json(tmp_path / "run" / "loggers.json")["trackio"]
     rows = SQLiteStorage.get_logs("fedweave", name)
     assert [(row["step"], row["validation/loss"]) for row in rows] == [(1, 1.5), (2, 1.5)]
 

@@ -6,34 +6,22 @@ import socket
 import pytest
 import torch
 
-from fedweave.cli import main
 from fedweave.runs.live import LiveProgress, read_live
 from fedweave.runs.records import validation_record
 from fedweave.runs.workspace import TestSet as HeldOut
+from tests.helpers import read_json, read_jsonl
 
 
-def read(folder, name):
-    return json.loads((folder / name).read_text())
-
-
-@pytest.fixture
-def finished(tmp_path, small):
-    folder = tmp_path / "run"
-    settings = [*small, "training.local_steps=8", "evaluation.score_rounds=true", f"output={folder}"]
-    assert main(["run", "quickstart", *settings, "--quiet"]) == 0
-    return folder
-
-
-def test_a_run_records_what_the_report_shows(finished):
-    discovery, embedding = read(finished, "discovery.json"), read(finished, "embedding.json")
+def test_a_run_records_what_the_report_shows(tiny_run):
+    finished = tiny_run("training.local_steps=8", "evaluation.score_rounds=true")
+    discovery, embedding = (read_json(finished / f"{name}.json") for name in ("discovery", "embedding"))
     for name, client in discovery["clients"].items():
         assert [sum(tasks.values()) for tasks in discovery["bucket_tasks"][name]] == client["buckets"]
     assert len(embedding["points"]) == len(embedding["tasks"]) == 48 and len(embedding["points"][0]) == 16
     assert set(embedding["experts"]) == set(range(discovery["experts"]))
     shares = embedding["explained"]
     assert shares == sorted(shares, reverse=True) and 0 < sum(shares) <= 1.001
-    events = [json.loads(line) for line in (finished / "metrics.jsonl").read_text().splitlines()]
-    for event in events:
+    for event in read_jsonl(finished / "metrics.jsonl"):
         if event["event"] == "validation":
             assert sum(event["expert_load"]) == pytest.approx(1, abs=1e-5)
             assert set(event["scores"]) == set(event["tasks"])
@@ -62,7 +50,7 @@ def test_progress_tells_running_finished_and_stopped_apart(tmp_path):
     again.begin_rounds(1)  # resumed: the first round's time is kept
     again.round_done()
     assert len(read_live(tmp_path)["round_seconds"]) == 2
-    content = json.loads((tmp_path / "progress.json").read_text())
+    content = read_json(tmp_path / "progress.json")
     assert content["host"] == socket.gethostname()
     (tmp_path / "progress.json").write_text(json.dumps({**content, "pid": 2**22 + 1}))  # above Linux's largest
     assert read_live(tmp_path)["state"] == "stopped"

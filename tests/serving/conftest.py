@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import signal
 import subprocess
-import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -23,7 +22,7 @@ from fedweave.serving.gateway import Gateway
 from fedweave.serving.jobs import Limits
 from fedweave.serving.local import LocalBackend
 from fedweave.serving.server import _listen
-from tests.bundle.conftest import exported, run  # noqa: F401  the trained run and its bundle
+from tests.helpers import command
 
 LIMITS = Limits(max_batch=4, max_queue=80, max_new_tokens=48, max_body=20_000)
 
@@ -66,8 +65,8 @@ def running(
 @contextmanager
 def process(folder, environment=None, *options: str):
     """(address, process) of `fedweave serve`."""
-    command = [sys.executable, "-m", "fedweave.cli", "serve", str(folder), "--port", "0", *options]
-    server = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=environment)
+    serve = command("serve", folder, "--port", "0", *options)
+    server = subprocess.Popen(serve, stderr=subprocess.PIPE, text=True, env=environment)
     try:
         line = server.stderr.readline()
         assert "http://" in line, line + server.stderr.read()
@@ -79,20 +78,20 @@ def process(folder, environment=None, *options: str):
 
 
 @pytest.fixture(scope="session")
-def served(exported):  # noqa: F811
+def served(exported):
     """(address, process) of a server with the tiny model, as a user starts it."""
     with process(exported, None, "--max-batch", "24", "--max-new-tokens", "200") as one:
         yield one
 
 
 @pytest.fixture(scope="session")
-def model(exported) -> FedWeaveModel:  # noqa: F811
+def model(exported) -> FedWeaveModel:
     """The model as served."""
     return load(exported, device="cpu")
 
 
 @pytest.fixture(scope="session")
-def twin(exported) -> FedWeaveModel:  # noqa: F811
+def twin(exported) -> FedWeaveModel:
     """The same model for direct questions: the served one belongs to its backend's thread."""
     return load(exported, device="cpu")
 

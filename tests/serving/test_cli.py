@@ -4,8 +4,6 @@ import socket
 
 import pytest
 
-from fedweave.cli import main
-
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
@@ -20,17 +18,13 @@ from fedweave.cli import main
         (["--port", "0", "--device", "tpu"], "device"),
     ],
 )
-def test_wrong_arguments(exported, capsys, arguments, message):
-    assert main(["serve", str(exported), *arguments]) == 2
-    error = capsys.readouterr().err
-    assert message in error and error.count("\n") == 1
+def test_wrong_arguments(exported, complains, arguments, message):
+    assert message in complains("serve", exported, *arguments)
 
 
-def test_a_port_that_is_taken_and_a_folder_that_is_nothing(exported, tmp_path, capsys):
+def test_a_port_that_is_taken_and_a_folder_that_is_nothing(exported, tmp_path, complains):
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
-        assert main(["serve", str(exported), "--port", str(taken.getsockname()[1])]) == 2
-        assert "already in use" in capsys.readouterr().err
-    assert main(["serve", str(tmp_path), "--port", "0"]) == 2
-    assert "no run folder" in capsys.readouterr().err
+        assert "already in use" in complains("serve", exported, "--port", taken.getsockname()[1])
+    assert "no run folder" in complains("serve", tmp_path, "--port", "0")

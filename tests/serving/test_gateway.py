@@ -4,14 +4,13 @@ upstreams that misbehave."""
 import json
 import socket
 import threading
-import time
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import httpx
 import openai
 import pytest
 
-from tests.bundle.conftest import PROMPTS
+from tests.helpers import PROMPTS, wait_for
 from tests.serving.conftest import ask, running
 
 
@@ -78,12 +77,11 @@ def test_a_client_that_hangs_up_frees_the_upstream(gateway, upstream):
         "POST", f"{gateway.url}/v1/chat/completions", json=ask(PROMPTS[0], max_tokens=48, stream=True), timeout=120
     ) as response:
         next(response.iter_lines())
-    deadline = time.monotonic() + 60
-    while time.monotonic() < deadline:
-        if httpx.get(f"{upstream}/health").json()["running"] == 0 and gateway.backend.running == 0:
-            return
-        time.sleep(0.02)
-    raise AssertionError("the upstream goes on for nobody")
+
+    def free() -> bool:
+        return httpx.get(f"{upstream}/health").json()["running"] == 0 and gateway.backend.running == 0
+
+    wait_for(free, "the end of an answer for nobody")
 
 
 def test_mixtures_need_the_experts_side_by_side(gateway):

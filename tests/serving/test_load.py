@@ -2,7 +2,6 @@
 
 import asyncio
 import json
-import os
 import subprocess
 import sys
 
@@ -11,10 +10,10 @@ import psutil
 import pytest
 
 from fedweave.data.sample import make_sample
+from tests.helpers import command, users_environment
 from tests.serving.conftest import ask, process
 
 CLIENTS = 64
-ENVIRONMENT = {k: v for k, v in os.environ.items() if k not in ("FEDWEAVE_CACHE", "HF_HUB_OFFLINE")}
 
 
 def prompts() -> list[str]:
@@ -63,20 +62,20 @@ def test_the_default_model(tmp_path):
     """SmolLM2-135M on a CPU, trained for a few rounds; what it says is asked for directly first."""
     run, bundle = tmp_path / "run", tmp_path / "bundle"
     quick = ["evaluation.scores=false", "evaluation.untouched=false", "training.rounds=1", "data.train=24"]
-    fedweave = [sys.executable, "-m", "fedweave.cli"]
-    subprocess.run([*fedweave, "run", "quickstart", *quick, f"output={run}"], env=ENVIRONMENT, check=True)
-    subprocess.run([*fedweave, "export", str(run), str(bundle)], env=ENVIRONMENT, check=True)
+    environment = users_environment()
+    subprocess.run(command("run", "quickstart", *quick, f"output={run}"), env=environment, check=True)
+    subprocess.run(command("export", run, bundle), env=environment, check=True)
     script = (
         "import json, sys; import fedweave; model = fedweave.load(sys.argv[1]);"
         "print(json.dumps([(a.text, a.expert) for a in model.generate(json.load(sys.stdin), max_new_tokens=24)]))"
     )
     direct = subprocess.run(
         [sys.executable, "-c", script, str(bundle)],
-        input=json.dumps(prompts()), env=ENVIRONMENT, check=True, capture_output=True, text=True,
+        input=json.dumps(prompts()), env=environment, check=True, capture_output=True, text=True,
     )  # fmt: skip
     expected = [(text, expert) for text, expert in json.loads(direct.stdout)]
     assert len({text for text, _ in expected}) > CLIENTS / 4
-    with process(bundle, ENVIRONMENT) as (url, server):
+    with process(bundle, environment) as (url, server):
         memory = check(url, server, expected, 24, waves=3)
     print("memory after each wave, MiB:", [round(m) for m in memory])
     assert memory[2] - memory[0] < 0.02 * memory[0]

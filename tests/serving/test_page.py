@@ -3,7 +3,7 @@
 import httpx
 import pytest
 
-from tests.bundle.conftest import PROMPTS
+from tests.helpers import PROMPTS
 from tests.serving.conftest import running
 
 

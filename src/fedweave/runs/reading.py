@@ -127,7 +127,8 @@ class RunRecord:
 
     @property
     def experts(self) -> int:
-        return self.discovery["experts"] if self.discovery else 1
+        # the start is validated, and its experts' load logged, a moment before discovery.json is written
+        return self.discovery["experts"] if self.discovery else max(1, len(self.expert_load))
 
     @property
     def clients(self) -> dict[str, ClientBuckets]:

@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import json
 import os
 import signal
-import socket
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import yaml
 
 from fedweave.data.sample import make_sample
+from tests.helpers import command, free_port, wait_for, write_jsonl
 
 SCRIPTS = Path(__file__).parents[3] / "examples" / "deployment"
 SITES = ("north", "south", "west")
@@ -25,21 +23,6 @@ SMALL = [
 ]  # fmt: skip
 
 
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
-
-
-def wait_for(condition, seconds: float, what: str):
-    end = time.monotonic() + seconds
-    while time.monotonic() < end:
-        if found := condition():
-            return found
-        time.sleep(0.1)
-    raise AssertionError(f"{what} did not happen within {seconds} s")
-
-
 class Deployment:
     """Processes of one federation; ``stop`` ends every one that it started."""
 
@@ -47,7 +30,7 @@ class Deployment:
         self.folder, self.model, self.port = folder, model, free_port()
         self.keys, self.processes = folder / "keys", {}
         self.environment = {
-            **os.environ, "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}", "OMP_NUM_THREADS": "1",
+            **os.environ, "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
             "PYTHONPATH": os.pathsep.join(p for p in sys.path if p), "TOKENIZERS_PARALLELISM": "false",
         }  # fmt: skip
         subprocess.run([SCRIPTS / "make-certificates.sh", self.keys, "127.0.0.1", *sites], check=True)
@@ -60,13 +43,9 @@ class Deployment:
         self.data = folder / "data"
         self.data.mkdir()
         for i, site in enumerate(sites):
-            self.write(self.data / f"{site}.jsonl", rows[i * 36 : (i + 1) * 36])
+            write_jsonl(self.data / f"{site}.jsonl", rows[i * 36 : (i + 1) * 36])
             self.describe(site, self.data / f"{site}.jsonl")
-        self.write(self.data / "test.jsonl", rows[150:160])
-
-    @staticmethod
-    def write(path: Path, rows: list[dict]) -> None:
-        path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+        write_jsonl(self.data / "test.jsonl", rows[150:160])
 
     def describe(self, site: str, data: Path, name: str | None = None, port: int | None = None) -> Path:
         path = self.keys / site / "site.yaml"
@@ -81,10 +60,10 @@ class Deployment:
 
     # ---------------------------------------------------------------------------------- processes
 
-    def spawn(self, name: str, *command: object) -> subprocess.Popen:
+    def spawn(self, name: str, *program: object) -> subprocess.Popen:
         log = open(self.folder / f"{name}.log", "ab")  # noqa: SIM115
         process = subprocess.Popen(
-            [str(part) for part in command], env=self.environment, stdout=log, stderr=log, start_new_session=True
+            [str(part) for part in program], env=self.environment, stdout=log, stderr=log, start_new_session=True
         )
         log.close()
         self.processes[name] = process
@@ -95,19 +74,19 @@ class Deployment:
 
     def superlink(self) -> None:
         self.spawn("superlink", SCRIPTS / "superlink.sh", self.keys / "server", "127.0.0.1", self.port)
-        wait_for(lambda: "Uvicorn running" in self.log("superlink"), 60, "the SuperLink's start")
+        wait_for(lambda: "Uvicorn running" in self.log("superlink"), "the SuperLink's start")
 
     def proxy(self) -> int:
         """The port that nginx opens before the SuperLink."""
         port = free_port()
         self.spawn("proxy", SCRIPTS / "proxy.sh", self.keys / "server", port, self.port)
-        wait_for(lambda: (self.keys / "server" / "proxy" / "nginx.pid").exists(), 30, "the proxy's start")
+        wait_for(lambda: (self.keys / "server" / "proxy" / "nginx.pid").exists(), "the proxy's start")
         return port
 
     def register(self, *sites: str, port: int | None = None) -> None:
         address = f"127.0.0.1:{port or self.port}"
-        command = [SCRIPTS / "register.sh", self.keys / "server", address, *sites]
-        subprocess.run(command, env=self.environment, check=True, capture_output=True)
+        program = [SCRIPTS / "register.sh", self.keys / "server", address, *sites]
+        subprocess.run(program, env=self.environment, check=True, capture_output=True)
 
     def start(self, *sites: str) -> None:
         """The SuperLink, every key registered, and these sites."""
@@ -117,7 +96,7 @@ class Deployment:
             self.site(name)
 
     def site(self, name: str) -> subprocess.Popen:
-        return self.spawn(name, *self.fedweave("site", "start", self.keys / name / "site.yaml"))
+        return self.spawn(name, *command("site", "start", self.keys / name / "site.yaml"))
 
     def stammering_site(self, name: str) -> subprocess.Popen:
         """A site that sends every answer twice."""
@@ -129,16 +108,10 @@ class Deployment:
         )
         return self.spawn(name, sys.executable, "-c", twice, "site", "start", self.keys / name / "site.yaml")
 
-    @staticmethod
-    def fedweave(*arguments: object) -> list[str]:
-        return [sys.executable, "-m", "fedweave.cli", *map(str, arguments)]
-
     def federate(self, name: str, *arguments: object) -> subprocess.Popen:
         server = self.keys / "server"
         access = ["--root-certificates", server / "ca.crt", "--secret", server / "federate.secret"]
-        return self.spawn(
-            name, *self.fedweave("federate", *arguments, "--superlink", f"127.0.0.1:{self.port}", *access)
-        )
+        return self.spawn(name, *command("federate", *arguments, "--superlink", f"127.0.0.1:{self.port}", *access))
 
     def finish(self, process: subprocess.Popen, name: str, seconds: float) -> None:
         assert process.wait(seconds) == 0, self.log(name)
@@ -171,9 +144,3 @@ class Deployment:
                 process.wait(10)
             except subprocess.TimeoutExpired:
                 os.killpg(process.pid, signal.SIGKILL)
-
-
-def events(run: Path, kind: str) -> list[dict]:
-    path = run / "metrics.jsonl"
-    lines = path.read_text().splitlines() if path.exists() else []
-    return [event for event in map(json.loads, lines) if event["event"] == kind]

@@ -1,6 +1,5 @@
 """A SuperLink and three sites as processes on loopback, with TLS and node keys; some are really killed."""
 
-import json
 import shutil
 import subprocess
 from contextlib import contextmanager
@@ -11,8 +10,8 @@ import torch
 from fedweave.cli import main
 from fedweave.federation.checkpoint import load_checkpoint, round_checkpoints
 from fedweave.federation.engines.in_process import InProcessEngine
-from tests.federation.flower.processes import SITES, SMALL, Deployment, events, wait_for
-from tests.helpers import assert_trained_alike
+from tests.federation.flower.processes import SITES, SMALL, Deployment
+from tests.helpers import assert_trained_alike, events, read_json, wait_for
 
 
 @contextmanager
@@ -92,7 +91,7 @@ def card_and_page(run):
 def test_a_deployment_gives_the_in_process_model(deployment, federated, monkeypatch):
     answered, other = assert_model_of_those_who_answered(deployment, federated, monkeypatch)
     assert answered == [set(SITES)]
-    ours, theirs = (json.loads((run / "summary.json").read_text()) for run in (federated, other))
+    ours, theirs = (read_json(run / "summary.json") for run in (federated, other))
     assert ours["clients"] == 3 and ours["examples"] == theirs["examples"] and ours["rounds"] == 1
     assert ours["test"]["best"]["loss"]["soft"] == pytest.approx(theirs["test"]["best"]["loss"]["soft"], abs=1e-4)
     assert ours["validation"]["best_loss"] == pytest.approx(theirs["validation"]["best_loss"], abs=1e-4)
@@ -107,14 +106,14 @@ def test_a_deployment_gives_the_in_process_model(deployment, federated, monkeypa
 def test_a_site_killed_in_a_round_is_missed_and_the_run_ends_well(deployment, federated, monkeypatch):
     """kill -9 between two questions: the round ends at its deadline without the site, the next does not wait."""
     shutil.rmtree(federated.with_name("run-in-one-process"), ignore_errors=True)
-    more = ["training.rounds=3", "federation.deadline=15", "federation.test=null"]
+    more = ["training.rounds=3", "federation.deadline=30", "federation.test=null"]
     process = deployment.federate("killed", "--resume", federated, *more)
-    wait_for(lambda: "resuming after round 1" in deployment.log("killed"), 120, "the resumed run")
+    wait_for(lambda: "resuming after round 1" in deployment.log("killed"), "the resumed run")
     deployment.kill("west")
     deployment.finish(process, "killed", 240)
     log, rounds = deployment.log("killed"), events(federated, "round")
     assert [event["round"] for event in rounds] == [1, 2, 3]
-    assert "site west did not answer within 15 s" in log, log
+    assert "site west did not answer within 30 s" in log, log
     assert [len(event["participants"]) for event in rounds] == [3, 3, 2]
     assert set(events(federated, "validation")[-1]["sites"]) == {"north", "south"}
     answered, _ = assert_model_of_those_who_answered(deployment, federated, monkeypatch)
@@ -151,7 +150,7 @@ def begin(made, rounds, *more):
         "federate", "quickstart", *SMALL, f"training.rounds={rounds}", f"output={run}",
         f"backbone.model={made.model}", *(more or ["federation.sites=3", "federation.deadline=10"]),
     )  # fmt: skip
-    wait_for(lambda: events(run, "round"), 240, "round 1")
+    wait_for(lambda: events(run, "round"), "round 1")
     return process, run
 
 
@@ -163,7 +162,7 @@ def test_server_and_superlink_killed_and_resumed_give_the_whole_runs_model(tmp_p
         _, run = begin(made, 4, "federation.sites=3", *patient)
         made.kill("federate")
         second = made.federate("second", "--resume", run)
-        wait_for(lambda: len(events(run, "round")) >= 2, 240, "round 2")
+        wait_for(lambda: len(events(run, "round")) >= 2, "round 2")
         made.kill("superlink")
         assert second.wait(120) == 2 and "--resume" in made.log("second"), made.log("second")
         made.superlink()
@@ -179,10 +178,10 @@ def test_a_killed_site_comes_back_and_then_leaves_for_good(tmp_path, model_folde
     with running(tmp_path, model_folder, *SITES) as made:
         process, run = begin(made, 14)
         made.kill("west")
-        wait_for(lambda: "site west" in made.log("federate"), 120, "the missed answer")
+        wait_for(lambda: "site west" in made.log("federate"), "the missed answer")
         made.site("west")
-        wait_for(lambda: "west" not in answering(run), 120, "a round without it")
-        wait_for(lambda: "west" in answering(run), 240, "its return")
+        wait_for(lambda: "west" not in answering(run), "a round without it")
+        wait_for(lambda: "west" in answering(run), "its return")
         made.kill("west")
         made.finish(process, "federate", 600)
         assert "site west is here" in made.log("federate")
@@ -201,9 +200,9 @@ def test_an_answer_that_comes_too_late_does_not_count(tmp_path, model_folder, mo
     with running(tmp_path, model_folder, *SITES) as made:
         process, run = begin(made, 10)
         made.pause("west")
-        wait_for(lambda: "west" not in answering(run), 120, "a round without it")
+        wait_for(lambda: "west" not in answering(run), "a round without it")
         made.wake("west")
-        wait_for(lambda: "west" in answering(run), 240, "its return")
+        wait_for(lambda: "west" in answering(run), "its return")
         made.finish(process, "federate", 600)
         assert "site west did not answer within 10 s" in made.log("federate")
         assert_model_of_those_who_answered(made, run, monkeypatch)

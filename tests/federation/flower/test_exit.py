@@ -9,7 +9,7 @@ from fedweave.federation.state import broadcast
 from fedweave.methods import build_method
 from tests.federation.flower.conftest import Federation
 from tests.federation.flower.test_one_truth import changed
-from tests.methods.conftest import make_engine
+from tests.federations import make_engine
 
 
 def everything(method, engine):

@@ -7,7 +7,7 @@ from fedweave.config import from_tree
 from fedweave.methods import METHODS
 from fedweave.settings import to_tree
 from tests.federation.flower.conftest import Federation
-from tests.methods.conftest import make_engine, run, with_method
+from tests.federations import make_engine, run, with_method
 
 pytestmark = pytest.mark.usefixtures("smooth_optimiser")
 

@@ -6,7 +6,7 @@ import torch
 from fedweave.config import from_tree
 from fedweave.settings import to_tree
 from tests.federation.flower.conftest import Federation
-from tests.methods.conftest import make_engine, run
+from tests.federations import make_engine, run
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "int8"])

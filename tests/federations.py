@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-
-import pytest
+from typing import Any
 
 from fedweave.backbone.features import compute_features
 from fedweave.config import Config, from_tree
@@ -18,20 +17,16 @@ from fedweave.settings import to_tree
 from fedweave.training.batch import ClientData
 
 
-@pytest.fixture
-def config(model_folder) -> Config:
-    return from_tree({
-        "backbone": {"model": str(model_folder("llama")), "max_length": 128},
-        "data": {"clients": 3, "alpha": 1.0, "train": 10, "validation": 2, "test": 2},
-        "experts": {"rank": 4, "dropout": 0.0},
-        "discovery": {"warmup_steps": 2, "max_buckets": 3, "restarts": 2},
-        "training": {"rounds": 1, "local_steps": 4, "batch_size": 4, "lr": 1e-2},
-        "router": {"hidden": 16, "lr": 1e-2, "warm_start": {"rounds": 1, "steps": 3}},
-    })  # fmt: skip
+def changed(config: Config, **sections: Any) -> Config:
+    """The config with other values: ``changed(config, method="fedit", training={"rounds": 2})``."""
+    tree = to_tree(config)
+    for name, value in sections.items():
+        tree[name] = {**tree[name], **value} if isinstance(value, dict) else value
+    return from_tree(tree)
 
 
 def with_method(config: Config, method: str) -> Config:
-    return from_tree({**to_tree(config), "method": method})
+    return changed(config, method=method)
 
 
 def make_engine(config: Config, backbone, shuffle_labels: bool = False) -> InProcessEngine:
@@ -47,6 +42,7 @@ def make_engine(config: Config, backbone, shuffle_labels: bool = False) -> InPro
 
 
 def run(config: Config, engine: InProcessEngine):
+    """(state before the rounds, state after them)"""
     method = build_method(config)
     state = method.prepare(engine)
     final = federate(method, engine, state, range(config.training.rounds), lambda state, report: None)
