@@ -53,17 +53,27 @@ class BackboneConfig:
 class DataConfig:
     """Where examples come from and how they reach the clients."""
 
-    source: Literal["sample", "paper", "jsonl", "sites"] = setting(
+    source: Literal["sample", "paper", "tasks", "jsonl", "sites"] = setting(
         "sample",
-        "sample: four built-in patterns; paper: CoEdIT, GSM8K, TweetEval and ARC-C; "
-        "jsonl: your own folder with one file per client; sites: every site of a deployment has its own.",
+        "sample: four built-in patterns; paper: CoEdIT, GSM8K, TweetEval and ARC-C; tasks: a folder of tasks and "
+        "rows; jsonl: your own folder with one file per client; sites: every site of a deployment has its own.",
     )
-    path: str | None = setting(
-        None, "jsonl: the folder. paper: a local folder with the four tasks (hub when empty)."
+    name: str | None = setting(None, "What tables call this data; changes nothing else.")
+    path: str | None = setting(None, "The folder of paper (the four tasks; hub when empty), tasks or jsonl.")
+    folder: str | None = setting(None, "tasks: a folder below data.path, where that holds several benchmarks.")
+    tasks: tuple[str, ...] = setting((), "Only these tasks, by name, as in [gsm8k]; all when empty.")
+    wording: Literal["usual", "varied"] = setting(
+        "usual", "usual: every task has one wording; varied: every row one of its task's, drawn by the seed."
     )
-    clients: int = setting(20, "Number of simulated clients (sample and paper).", low=1)
-    alpha: float = setting(0.3, "Dirichlet concentration of the clients' task mixtures.", low=1e-3)
-    train: int = setting(2000, "Training examples per task (sample and paper).", low=1)
+    distinct: bool = setting(
+        True, "Leave out rows of a task that repeat another one's text, so that no test row was trained on."
+    )
+    clients: int = setting(20, "Number of simulated clients (sample, paper and tasks).", low=1)
+    partition: Literal["dirichlet", "pure"] = setting(
+        "dirichlet", "dirichlet: every client has its own mixture of kinds; pure: every client has one kind."
+    )
+    alpha: float = setting(0.3, "Dirichlet concentration of the clients' mixtures of kinds.", low=1e-3)
+    train: int = setting(2000, "Training examples per task (sample, paper and tasks).", low=1)
     validation: int = setting(100, "Validation examples per task.", low=1)
     test: int = setting(400, "Test examples per task.", low=1)
     holdout: float = setting(
@@ -319,6 +329,10 @@ def _check_together(config: Config) -> None:
     data, training = config.data, config.training
     if data.source == "jsonl" and not data.path:
         raise UserError("data.source=jsonl needs data.path: a folder with one JSONL file per client.")
+    if data.source == "tasks" and not data.path:
+        raise UserError("data.source=tasks needs data.path: a folder with tasks.jsonl and files of rows.")
+    if data.wording == "varied" and data.source not in ("paper", "tasks"):
+        raise UserError(f"data.wording=varied needs data.source=paper or tasks, not {data.source}.")
     if config.init and config.engine == "flower":
         raise UserError("init starts federations of this process only; use engine=in-process.")
     if data.source in ("sample", "sites") and data.path:

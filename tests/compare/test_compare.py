@@ -6,7 +6,8 @@ import json
 import pytest
 
 from fedweave.cli import main
-from fedweave.compare.grid import Cell, Runner, cells, comparison_names, load_comparison
+from fedweave.compare import _write
+from fedweave.compare.grid import Cell, Comparison, Outcome, Runner, cells, comparison_names, load_comparison
 from fedweave.compare.tables import Results, choose_best, holm, latex, markdown
 from fedweave.config import Config, load_config
 from fedweave.console import Console
@@ -126,7 +127,7 @@ def test_commas_make_axes_and_single_values_settings(tmp_path):
 def test_packaged_comparisons_are_valid_and_open_with_their_command(name, tmp_path):
     from fedweave.compare.grid import COMPARISONS
 
-    assert cells(load_comparison(name, [], None), tmp_path)
+    assert cells(load_comparison(name, ["data.path=DATA"], None), tmp_path)
     first, second = (COMPARISONS / f"{name}.yaml").read_text().splitlines()[:2]
     assert first.startswith(f"# fedweave compare {name}") and len(second) > 10
 
@@ -225,3 +226,37 @@ def test_a_setting_can_belong_to_one_method(tmp_path):
     overrides = ["method=fedit,fedweave", "method=fedit:training.lr=3e-4"]
     one, two = cells(load_comparison("benchmark", overrides, None), tmp_path)
     assert one.config.training.lr == 3e-4 and two.config.training.lr == load_config("benchmark", []).training.lr
+
+
+def test_one_value_of_an_axis_keeps_what_the_comparison_sets_for_it(tmp_path):
+    grid = cells(
+        load_comparison("suite", ["data.name=natural", "method=fedit", "seed=1", "data.path=x"], None), tmp_path
+    )
+    assert [c.values for c in grid] == [{"data.name": "natural", "method": "fedit"}]
+    assert (grid[0].config.data.source, grid[0].config.data.clients, grid[0].config.training.lr) == (
+        "tasks",
+        40,
+        0.01,
+    )
+
+
+def test_the_suites_sets_differ_as_their_names_say(tmp_path):
+    grid = cells(load_comparison("suite", ["method=fedweave", "seed=1", "data.path=x"], None), tmp_path)
+    data = {c.values["data.name"]: c.config.data for c in grid}
+    assert [name for name, d in data.items() if d.wording == "varied"] == ["four-varied"]
+    assert [name for name, d in data.items() if d.partition == "pure"] == ["pure-clients"]
+    assert [name for name, d in data.items() if len(d.tasks) == 1] == ["one-kind"]
+    assert all(d.distinct for d in data.values())
+
+
+def test_sets_of_data_are_ranked_apart(tmp_path):
+    runs = [("easy", "fedit", 0.3), ("easy", "fedweave", 0.2), ("hard", "fedit", 0.8), ("hard", "fedweave", 0.9)]
+    outcome = Outcome(
+        [(cell(**{"data.name": d, "method": m}), summary(m, 1, x, 0.5)) for d, m, x in runs], [tmp_path] * 4
+    )
+    text = _write(Comparison("quickstart", {}, tables="data.name"), outcome, tmp_path / "out", Console(quiet=True))
+    easy, hard = text.split("### hard")
+    assert easy.startswith("### easy") and "| **0.2000** |" in easy and "| **0.8000** |" in hard
+    assert (tmp_path / "out/results.csv").read_text().count("easy,") == (
+        tmp_path / "out/results.csv"
+    ).read_text().count("hard,")

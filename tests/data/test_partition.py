@@ -19,7 +19,7 @@ from fedweave.errors import UserError
 
 
 def pools(tasks: int, rows: int) -> dict[str, list[Example]]:
-    return {f"t{t}": [Example("p", "r", f"t{t}", f"t{t}:{n}") for n in range(rows)] for t in range(tasks)}
+    return {f"t{t}": [Example(f"p{n}", "r", f"t{t}", f"t{t}:{n}") for n in range(rows)] for t in range(tasks)}
 
 
 def origins(examples) -> list[str]:
@@ -42,7 +42,7 @@ def test_splits_are_disjoint_of_the_asked_size_and_follow_the_seed():
 
 
 def test_too_few_rows_are_a_user_error_that_counts_them():
-    with pytest.raises(UserError, match=r"task 't0' has 10 rows but data\.train .* asks for 11"):
+    with pytest.raises(UserError, match=r"task 't0' has 10 different rows but data\.train .* asks for 11"):
         split_pools(pools(1, 10), DataConfig(train=5, validation=3, test=3), seed=0)
 
 
@@ -184,7 +184,15 @@ def test_rows_of_the_four_schemas_become_prompts_and_answers(folder):
 
 def test_stand_in_for_coedit_is_named_wherever_results_are(folder):
     (folder / "coedit").rename(folder / "coedit_style")
-    settings = {"source": "paper", "path": str(folder), "train": 1, "validation": 1, "test": 1, "clients": 2}
+    settings = {
+        "source": "paper",
+        "path": str(folder),
+        "train": 1,
+        "validation": 1,
+        "test": 1,
+        "clients": 2,
+        "distinct": False,
+    }
     data = load_data(from_tree({"data": settings}))
     assert data.tasks["coedit_style"].title == data.manifest["tasks"]["coedit_style"] == "CoEdIT-style"
     assert "coedit" not in data.tasks and {e.task for e in data.test} == set(data.tasks)

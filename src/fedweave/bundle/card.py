@@ -99,6 +99,7 @@ def _data(origin: Origin) -> list[str]:
     sources = {
         "sample": "the built-in sample of four instruction patterns",
         "paper": "CoEdIT, GSM8K, TweetEval (sentiment) and ARC-Challenge",
+        "tasks": "a benchmark's tasks",
         "jsonl": "the clients' own files",
     }
     text = f"{origin.clients} clients, {sources[config.data.source]}"

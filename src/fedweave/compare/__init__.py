@@ -6,8 +6,9 @@ import json
 import os
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
-from fedweave.compare.grid import Comparison, Outcome, Runner, cells, load_comparison
+from fedweave.compare.grid import Cell, Comparison, Outcome, Runner, cells, load_comparison
 from fedweave.compare.tables import Results, as_csv, choose_best, latex, markdown
 from fedweave.console import Console
 from fedweave.errors import UserError
@@ -44,6 +45,14 @@ def compare(
     )
 
 
+def _parts(finished: list[tuple[Cell, dict[str, Any]]], axis: str | None) -> dict[str, Results]:
+    """The results of every value of an axis; of everything, under no name, without one."""
+    if axis is None:
+        return {"": Results.of(finished)}
+    values = dict.fromkeys(str(cell.values[axis]) for cell, _ in finished)
+    return {v: Results.of([one for one in finished if str(one[0].values[axis]) == v]) for v in values}
+
+
 def _write(comparison: Comparison, outcome: Outcome, output: Path, console: Console) -> str:
     """The tables of what has finished; returns the Markdown."""
     for failure in outcome.failures:
@@ -60,11 +69,11 @@ def _write(comparison: Comparison, outcome: Outcome, output: Path, console: Cons
     if comparison.best_of:
         finished, lines = choose_best(finished, comparison.best_of)
         text = f"{comparison.best_of} chosen by validation loss:\n\n" + "".join(f"- {x}\n" for x in lines) + "\n"
-    results = Results.of(finished)
-    text += markdown(results)
+    parts = _parts(finished, comparison.tables)
+    text += "\n".join(f"### {name}\n\n{markdown(part)}" if name else markdown(part) for name, part in parts.items())
     output.mkdir(parents=True, exist_ok=True)  # all of its cells may stand elsewhere
     write_atomic(output / "table.md", text)
-    write_atomic(output / "table.tex", latex(results))
-    write_atomic(output / "results.csv", as_csv(results))
+    write_atomic(output / "table.tex", "\n".join(latex(part) for part in parts.values()))
+    write_atomic(output / "results.csv", as_csv(Results.of(finished)))
     write_atomic(output / "results.json", json.dumps(everything, indent=1))
     return text

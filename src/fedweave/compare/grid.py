@@ -25,7 +25,7 @@ from fedweave.runs.workspace import Kept
 from fedweave.settings import read_yaml, to_tree
 
 COMPARISONS = RECIPES / "compare"
-_KEYS = ["recipe", "axes", "set", "per", "best_of"]
+_KEYS = ["recipe", "axes", "set", "per", "best_of", "tables"]
 
 
 @dataclass
@@ -37,6 +37,7 @@ class Comparison:
     settings: list[str] = field(default_factory=list)  # overrides of every cell
     best_of: str | None = None  # an axis of which each method gets its best value, by validation loss
     per: dict[str, list[str]] = field(default_factory=dict)  # "method=fedit" -> overrides of those cells alone
+    tables: str | None = None  # an axis whose values get a table each: rows of different data have no order
 
 
 @dataclass
@@ -106,13 +107,16 @@ def load_comparison(name: str, overrides: Sequence[str], best_of: str | None) ->
         key, _, value = item.partition("=")
         if "," in value and not value.startswith(("[", "{")):
             axes[key] = [v.strip() for v in value.split(",")]
+        elif key in axes and any(condition.startswith(f"{key}=") for condition in per):
+            axes[key] = [value]  # still an axis: what the comparison sets for this value holds
         else:
             axes.pop(key, None)
             settings.append(item)
     best_of = best_of or tree.get("best_of")
     if best_of is not None and best_of not in axes:
         raise UserError(f"--best-of {best_of} is no axis; the axes are {', '.join(axes) or 'none'}.")
-    return Comparison(tree["recipe"], axes, settings, best_of, per)
+    tables = tree.get("tables")
+    return Comparison(tree["recipe"], axes, settings, best_of, per, tables if tables in axes else None)
 
 
 def cells(comparison: Comparison, output: Path) -> list[Cell]:

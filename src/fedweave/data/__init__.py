@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 from fedweave.config import Config
 from fedweave.data.examples import Example, FederatedData, Task
+from fedweave.data.folder import TaskFolder, load_task_folder
 from fedweave.data.jsonl import load_client_folder
-from fedweave.data.partition import dirichlet_partition, split_pools
+from fedweave.data.partition import by_kind, dirichlet_partition, draw, pure_partition, split_pools
 from fedweave.data.sample import make_sample
 from fedweave.data.tasks import load_paper_tasks
-from fedweave.errors import UserError
+from fedweave.errors import UserError, nearest
 
 __all__ = ["Example", "FederatedData", "Task", "load_data"]
 
@@ -21,24 +24,56 @@ def load_data(config: Config) -> FederatedData:
     if data.source == "jsonl":
         loaded = load_client_folder(data, config.evaluation, config.seed)
     else:
-        notes: list[str] = []
-        if data.source == "paper":
-            pools, tasks, notes = load_paper_tasks(data.path)
-        else:
-            pools, tasks = make_sample(data.train + data.validation + data.test, config.seed)
-        splits = split_pools(pools, data, config.seed)
-        train = {task: parts["train"] for task, parts in splits.items()}
-        shares = dirichlet_partition(train, data.clients, data.alpha, config.seed)
-        digits = len(str(data.clients - 1))
-        loaded = FederatedData(
-            clients={f"client_{i:0{digits}d}": share for i, share in enumerate(shares)},
-            validation=[e for parts in splits.values() for e in parts["validation"]],
-            test=[e for parts in splits.values() for e in parts["test"]],
-            tasks=tasks,
-            notes=notes,
-        )
+        loaded = _deal(config, *_pools(config))
     loaded.manifest = _manifest(config, loaded)
     return loaded
+
+
+def _pools(config: Config) -> tuple[TaskFolder, list[str]]:
+    """All rows of all tasks, and remarks that belong beside every result."""
+    data, varied = config.data, config.data.wording == "varied"
+    notes: list[str] = []
+    if data.source == "tasks":
+        folder = Path(str(data.path)).expanduser() / (data.folder or "")
+        found = load_task_folder(folder, varied, config.seed, config.evaluation.max_new_tokens)
+    elif data.source == "paper":
+        pools, tasks, notes = load_paper_tasks(data.path, varied, config.seed)
+        found = TaskFolder(pools, {}, tasks)
+    else:
+        pools, tasks = make_sample(data.train + data.validation + data.test, config.seed)
+        found = TaskFolder(pools, {}, tasks)
+    for name in data.tasks:
+        if name not in found.pools:
+            raise UserError(f"data.tasks: there is no task {name!r}: {nearest(name, found.pools)}")
+    if data.tasks:
+        kept = {name: found.pools[name] for name in found.pools if name in data.tasks}
+        found = TaskFolder(kept, {}, {name: found.tasks[name] for name in kept})
+    return found, notes
+
+
+def _deal(config: Config, found: TaskFolder, notes: list[str]) -> FederatedData:
+    """Split every task, and give the training rows to clients that differ in kinds."""
+    data = config.data
+    splits = split_pools(found.pools, data, config.seed)
+    train = by_kind(row for parts in splits.values() for row in parts["train"])
+    shares = (
+        pure_partition(train, data.clients, config.seed)
+        if data.partition == "pure"
+        else dirichlet_partition(train, data.clients, data.alpha, config.seed)
+    )
+    digits = len(str(data.clients - 1))
+    return FederatedData(
+        clients={f"client_{i:0{digits}d}": share for i, share in enumerate(shares)},
+        validation=[e for parts in splits.values() for e in parts["validation"]],
+        test=[e for parts in splits.values() for e in parts["test"]],
+        tasks=found.tasks,
+        unseen=[
+            row
+            for t, pool in enumerate(found.unseen.values(), start=len(found.pools))
+            for row in draw(pool, t, data.distinct, config.seed)[: data.test]
+        ],
+        notes=notes,
+    )
 
 
 def _manifest(config: Config, data: FederatedData) -> dict:
@@ -50,4 +85,5 @@ def _manifest(config: Config, data: FederatedData) -> dict:
         "clients": {name: [e.origin for e in rows] for name, rows in data.clients.items()},
         "validation": [e.origin for e in data.validation],
         "test": [e.origin for e in data.test],
+        "unseen": [e.origin for e in data.unseen],
     }

@@ -17,6 +17,19 @@ class Example:
     response: str
     task: str
     origin: str  # where the row came from, as in "gsm8k/train:17" or "site_a.jsonl:3"
+    category: str = ""  # the kind of task, where several tasks are wordings of one kind
+    content: str = ""  # the row's own words without the instruction, where they are known apart
+
+    @property
+    def kind(self) -> str:
+        """What clients differ in: the category, or the task where there is none."""
+        return self.category or self.task
+
+    @property
+    def sameness(self) -> str:
+        """Two rows of a task with the same one are one row, however it is asked and written."""
+        words = self.content or (self.prompt if isinstance(self.prompt, str) else str(self.prompt))
+        return " ".join(words.lower().split())
 
 
 @dataclass(frozen=True)
@@ -37,6 +50,7 @@ class FederatedData:
     validation: list[Example]
     test: list[Example]
     tasks: dict[str, Task]
+    unseen: list[Example] = field(default_factory=list)  # a second test set: tasks that nobody trains on
     notes: list[str] = field(default_factory=list)  # remarks that belong beside every result
     manifest: dict[str, Any] = field(default_factory=dict)
 

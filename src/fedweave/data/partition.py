@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
 import numpy as np
 
@@ -17,18 +17,54 @@ def split_pools(pools: Mapping[str, Pool], config: DataConfig, seed: int) -> dic
     sizes = {"train": config.train, "validation": config.validation, "test": config.test}
     splits: dict[str, dict[str, list[Example]]] = {}
     for t, (task, pool) in enumerate(pools.items()):
-        need = sum(sizes.values())
-        if len(pool) < need:
+        need, rows = sum(sizes.values()), draw(pool, t, config.distinct, seed)
+        if len(rows) < need:
+            kinds = "different rows" if config.distinct else "rows"
             raise UserError(
-                f"task {task!r} has {len(pool)} rows but data.train + data.validation + data.test asks for "
+                f"task {task!r} has {len(rows)} {kinds} but data.train + data.validation + data.test asks for "
                 f"{need}; lower them."
             )
-        order = np.random.default_rng(seed + 1000 * (t + 1)).permutation(len(pool))
         splits[task], start = {}, 0
         for split, size in sizes.items():
-            splits[task][split] = [pool[i] for i in order[start : start + size]]
+            splits[task][split] = rows[start : start + size]
             start += size
     return splits
+
+
+def draw(pool: Pool, t: int, distinct: bool, seed: int) -> Pool:
+    """The rows of task t in the seed's order; with ``distinct`` the first of those that are the same row."""
+    order = [pool[i] for i in np.random.default_rng(seed + 1000 * (t + 1)).permutation(len(pool))]
+    if not distinct:
+        return order
+    first: dict[str, Example] = {}
+    for row in order:
+        first.setdefault(row.sameness, row)
+    return list(first.values())
+
+
+def by_kind(rows: Iterable[Example]) -> dict[str, list[Example]]:
+    """Rows by what clients differ in."""
+    kinds: dict[str, list[Example]] = {}
+    for row in rows:
+        kinds.setdefault(row.kind, []).append(row)
+    return kinds
+
+
+def pure_partition(train: Mapping[str, list[Example]], clients: int, seed: int) -> list[list[Example]]:
+    """One kind a client: clients take turns with the kinds, and those of a kind share its rows evenly."""
+    if clients < len(train):
+        raise UserError(
+            f"data.partition=pure gives every client one kind; data.clients={clients} are too few for {len(train)}."
+        )
+    rng = np.random.default_rng(seed)
+    shares: list[list[Example]] = [[] for _ in range(clients)]
+    for t, rows in enumerate(train.values()):
+        owners = range(t, clients, len(train))
+        if len(rows) < len(owners):
+            raise UserError(f"{len(owners)} clients share {len(rows)} rows of one kind; lower data.clients.")
+        for place, row in enumerate(rng.permutation(len(rows))):
+            shares[owners[place % len(owners)]].append(rows[row])
+    return shares
 
 
 def dirichlet_partition(

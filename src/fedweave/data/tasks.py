@@ -9,6 +9,7 @@ from typing import Any
 
 from fedweave.data.examples import Example, Task
 from fedweave.data.jsonl import read_rows
+from fedweave.data.wordings import USUAL, Request, choose, render
 from fedweave.errors import UserError, first_line
 
 Pool = list[Example]  # all rows of a task, official splits in order
@@ -24,11 +25,14 @@ class Source:
     hub: str
     hub_config: str | None
     folders: tuple[str, ...]  # accepted names of a local folder; the first is the real data set
-    convert: Callable[[dict[str, Any]], tuple[str, str]]
+    convert: Callable[[dict[str, Any]], tuple[Request, str]]
+    wordings: tuple[str, ...]  # the first is the benchmark's, the others are for data.wording=varied
 
 
-def _coedit(row: dict[str, Any]) -> tuple[str, str]:
-    return row["src"], row["tgt"]
+def _coedit(row: dict[str, Any]) -> tuple[Request, str]:
+    """A row's source is its instruction, a colon and the text; without a colon it is all text."""
+    ask, colon, text = row["src"].partition(": ")
+    return (Request(f"{ask}:", text, ask) if colon else Request("", row["src"], "Edit")), row["tgt"]
 
 
 def _text(value: Any) -> str:
@@ -37,34 +41,88 @@ def _text(value: Any) -> str:
     return value
 
 
-def _gsm8k(row: dict[str, Any]) -> tuple[str, str]:
+def _gsm8k(row: dict[str, Any]) -> tuple[Request, str]:
     ask = "Work out the answer in a few short steps. Put the result on a last line of the form #### <answer>."
-    return f"{ask}\n\n{_text(row['question'])}", row["answer"]
+    return Request(ask, _text(row["question"])), row["answer"]
 
 
-def _tweet(row: dict[str, Any]) -> tuple[str, str]:
+def _tweet(row: dict[str, Any]) -> tuple[Request, str]:
     ask = "What is the mood of this tweet? Reply with exactly one word: negative, neutral or positive."
-    return f"{ask}\n\nTweet: {_text(row['text'])}", dict(enumerate(SENTIMENTS))[row["label"]]
+    return Request(ask, _text(row["text"])), dict(enumerate(SENTIMENTS))[row["label"]]
 
 
-def _arc(row: dict[str, Any]) -> tuple[str, str]:
+def _arc(row: dict[str, Any]) -> tuple[Request, str]:
     options = zip(row["choices"]["label"], row["choices"]["text"], strict=True)
     if row["answerKey"] not in row["choices"]["label"]:
         raise ValueError("answerKey is none of the labels")
     listed = "\n".join(f"({label}) {text}" for label, text in options)
-    return f"Pick the right option and reply with its letter only.\n\n{row['question']}\n{listed}", row["answerKey"]
+    ask = "Pick the right option and reply with its letter only."
+    return Request(ask, f"{_text(row['question'])}\n{listed}"), row["answerKey"]
 
+
+_COEDIT_WORDINGS = (
+    "{instruction} {text}",
+    "{text}\n\n{short}.",
+    "{text}\n({short})",
+    "{text}",
+    "Rewrite: {text}",
+    "Please help me with my writing. {short}.\n\n{text}",
+    "What I want: {short}\nWhat I have: {text}\nWhat I get:",
+    'Could you edit this for me? "{text}" What I would like you to do: {short}.',
+    "{text}\n\nEdit the text above. {short}.",
+)
+_GSM8K_WORDINGS = (
+    USUAL,
+    "{text}\n\n{instruction}",
+    "Solve: {text}",
+    "{text}",
+    "{text}\nShow how you get there, then write #### and the number.",
+    "Here is a word problem from my daughter's homework. How does one solve it, and what comes out?\n\n{text}",
+    "Question: {text}\nReasoning and answer:",
+    "Do the maths step by step and end with #### and the final number.\n{text}",
+    "I am stuck with this one, please calculate it for me. {text}",
+)
+_TWEET_WORDINGS = (
+    "{instruction}\n\nTweet: {text}",
+    "{text}\n\n{instruction}",
+    "Sentiment? {text}",
+    "{text}",
+    "{text}\n\nIs this negative, neutral or positive?",
+    'Somebody wrote: "{text}" How does the writer feel about it?',
+    "Label the post below as negative, neutral or positive.\nPost: {text}\nLabel:",
+    "Does this message sound happy, unhappy or neither? Say positive, negative or neutral. {text}",
+    "{text} -- good or bad mood?",
+)
+_ARC_WORDINGS = (
+    USUAL,
+    "{text}\n\n{instruction}",
+    "Letter? {text}",
+    "{text}",
+    "Science quiz. {text}\nYour letter:",
+    "Which of the options is correct? Give me just the letter in front of it.\n\n{text}",
+    "{text}\n\nAnswer with one letter.",
+    "I have to answer this in a test and I do not know what is right. {text}\nWhat should I tick?",
+    "Question and options:\n{text}\nThe correct option is",
+)
 
 # The order fixes the sampling seeds of the splits.
 SOURCES = [
-    Source(Task("coedit", "CoEdIT", "rouge", 64), "grammarly/coedit", None, ("coedit", "coedit_style"), _coedit),
-    Source(Task("gsm8k", "GSM8K", "number", 192), "openai/gsm8k", "main", ("gsm8k",), _gsm8k),
+    Source(
+        Task("coedit", "CoEdIT", "rouge", 64),
+        "grammarly/coedit",
+        None,
+        ("coedit", "coedit_style"),
+        _coedit,
+        _COEDIT_WORDINGS,
+    ),
+    Source(Task("gsm8k", "GSM8K", "number", 192), "openai/gsm8k", "main", ("gsm8k",), _gsm8k, _GSM8K_WORDINGS),
     Source(
         Task("tweet", "TweetEval", "label", 4),
         "cardiffnlp/tweet_eval",
         "sentiment",
         ("tweet_eval_sentiment", "tweet_eval"),
         _tweet,
+        _TWEET_WORDINGS,
     ),
     Source(
         Task("arc", "ARC-C", "letter", 4),
@@ -72,6 +130,7 @@ SOURCES = [
         "ARC-Challenge",
         ("ai2_arc_challenge", "ai2_arc"),
         _arc,
+        _ARC_WORDINGS,
     ),
 ]
 
@@ -81,18 +140,23 @@ STAND_IN = (
 )
 
 
-def load_paper_tasks(path: str | None) -> tuple[dict[str, Pool], dict[str, Task], list[str]]:
-    """(pools, tasks, notes) from a local folder, or from the hub when ``path`` is empty."""
+def load_paper_tasks(
+    path: str | None, varied: bool = False, seed: int = 0
+) -> tuple[dict[str, Pool], dict[str, Task], list[str]]:
+    """(pools, tasks, notes) from a local folder, or from the hub when ``path`` is empty; with ``varied`` every row
+    has one of its task's wordings."""
     pools, tasks, notes = {}, {}, []
     for source in SOURCES:
+        row_of = _RowReader(source, varied, seed)
         if path is None:
-            pool = _from_hub(source)
+            pool = _from_hub(source, row_of)
         else:
             folder = _find_folder(Path(path).expanduser(), source)
             if folder.name == "coedit_style":  # under its own name in every output, not only in the tables
                 source = replace(source, task=replace(source.task, name="coedit_style", title="CoEdIT-style"))
                 notes.append(STAND_IN)
-            pool = _from_folder(source, folder)
+                row_of = replace(row_of, source=source)
+            pool = _from_folder(row_of, folder)
         pools[source.task.name], tasks[source.task.name] = pool, source.task
     return pools, tasks, notes
 
@@ -109,21 +173,19 @@ def _find_folder(root: Path, source: Source) -> Path:
     )
 
 
-def _from_folder(source: Source, folder: Path) -> Pool:
+def _from_folder(row_of: _RowReader, folder: Path) -> Pool:
     pool: Pool = []
     for split in SPLITS:
         for path in (folder / f"{split}.jsonl", folder / f"{split}.jsonl.gz"):
             if path.is_file():
-                pool += [
-                    _example(source, row, split, n - 1, f"{path}:{n}", folder.name) for n, row in read_rows(path)
-                ]
+                pool += [row_of(row, split, n - 1, f"{path}:{n}", folder.name) for n, row in read_rows(path)]
                 break
     if not pool:
         raise UserError(f"{folder} holds no row; it needs train.jsonl or train.jsonl.gz.")
     return pool
 
 
-def _from_hub(source: Source) -> Pool:
+def _from_hub(source: Source, row_of: _RowReader) -> Pool:
     try:
         from datasets import load_dataset
     except ImportError:
@@ -141,18 +203,28 @@ def _from_hub(source: Source) -> Pool:
         ) from error
     where = source.hub
     return [
-        _example(source, row, split, n, f"{where}/{split}:{n}")
+        row_of(row, split, n, f"{where}/{split}:{n}", source.folders[0])
         for split in SPLITS
         if split in splits
         for n, row in enumerate(splits[split])
     ]
 
 
-def _example(source: Source, row: dict[str, Any], split: str, index: int, where: str, name: str = "") -> Example:
-    try:
-        prompt, answer = source.convert(row)
-        if not prompt.strip() or not answer.strip():
-            raise ValueError("empty prompt or answer")
-    except (KeyError, IndexError, TypeError, ValueError, AttributeError) as error:
-        raise UserError(f"{where} is no {source.task.title} row: {type(error).__name__} {error}.") from None
-    return Example(prompt.strip(), answer.strip(), source.task.name, f"{name or source.folders[0]}/{split}:{index}")
+@dataclass(frozen=True)
+class _RowReader:
+    """Makes examples of a source's rows."""
+
+    source: Source
+    varied: bool
+    seed: int
+
+    def __call__(self, row: dict[str, Any], split: str, index: int, where: str, folder: str) -> Example:
+        source, origin = self.source, f"{folder}/{split}:{index}"
+        try:
+            request, answer = source.convert(row)
+            prompt = render(choose(source.wordings, self.varied, self.seed, origin), request)
+            if not prompt or not answer.strip():
+                raise ValueError("empty prompt or answer")
+        except (KeyError, IndexError, TypeError, ValueError, AttributeError) as error:
+            raise UserError(f"{where} is no {source.task.title} row: {type(error).__name__} {error}.") from None
+        return Example(prompt, answer.strip(), source.task.name, origin, content=request.text)
