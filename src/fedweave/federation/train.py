@@ -1,6 +1,7 @@
 """The question of a round (lines 9 to 13): train the broadcast model on your data, and send what you learned.
 
-A reply holds what the method shares and nothing else: ``expert.m`` where n(i,m) > 0, and ``router``.
+A reply holds what the method shares and nothing else: ``expert.m`` where n(i,m) > 0, ``shared`` where experts share
+a part, and ``router`` where it is trained.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
     from fedweave.federation.method import Method
 
 EXPERTS, ROUTER = "experts", "router"  # the two limits on norms
+SHARED = "shared"  # the part of θ that belongs to all experts
 
 
 def expert_name(m: int) -> str:
@@ -49,7 +51,7 @@ class Train(Step[Update]):
 
     def __init__(self, method: Method):
         self.method, self.config = method, method.config
-        self._columns: tuple[AdapterLayout, torch.device, list[torch.Tensor]] | None = None
+        self._columns: tuple[AdapterLayout, torch.device, dict[str, torch.Tensor]] | None = None
 
     # ---------------------------------------------------------------------------------- client side
 
@@ -62,11 +64,8 @@ class Train(Step[Update]):
         for client, update in zip(clients, updates, strict=True):
             if shared is not None:
                 self._keep(client, update, shared.to(update.delta_theta.device))
-            parts = {
-                expert_name(m): update.delta_theta[columns]
-                for m, columns in enumerate(self.columns(state.layout, compute.device))
-                if update.counts[m] > 0 and len(columns)
-            }
+            columns = self.columns(state.layout, compute.device)
+            parts = {name: update.delta_theta[columns[name]] for name in _sent(columns, update.counts.tolist())}
             if update.delta_phi is not None:
                 parts[ROUTER] = update.delta_phi
             yield Answer(parts, {
@@ -79,13 +78,14 @@ class Train(Step[Update]):
         if (own := client.memory.get(OWN)) is not None:
             client.memory.keep(OWN, own + torch.where(shared, 0.0, update.delta_theta))
 
-    def columns(self, layout: AdapterLayout, device: torch.device) -> list[torch.Tensor]:
-        """For every expert the columns of θ that travel."""
+    def columns(self, layout: AdapterLayout, device: torch.device) -> dict[str, torch.Tensor]:
+        """For every part of θ, the experts' and the shared one, its columns that travel."""
         if self._columns is None or self._columns[0] is not layout or self._columns[1] != device:
             shared = self.method.shared(layout)
             owner = layout.expert_of_column
             owner = (owner if shared is None else owner.where(shared.cpu(), -1)).to(device)
-            found = [(owner == m).nonzero()[:, 0] for m in range(layout.experts)]
+            names = [*(expert_name(m) for m in range(layout.experts)), *([SHARED] if layout.shared else [])]
+            found = {name: (owner == m).nonzero()[:, 0] for m, name in enumerate(names)}
             self._columns = (layout, device, found)
         return self._columns[2]
 
@@ -108,13 +108,9 @@ class Train(Step[Update]):
         if max(counts) > samples:
             raise Refused(f"it claims more of its {samples} examples for an expert than it has")
         state = received(asked.question, asked.layers, asked.question.tensors["theta"].device)
-        sizes = [len(columns) for columns in self.columns(state.layout, state.theta.device)]
-        parts = {
-            expert_name(m): Part((size,), rounded=True, limit=EXPERTS)
-            for m, (size, count) in enumerate(zip(sizes, counts, strict=True))
-            if count > 0 and size
-        }
-        if state.router is not None:
+        columns = self.columns(state.layout, state.theta.device)
+        parts = {name: Part((len(columns[name]),), rounded=True, limit=EXPERTS) for name in _sent(columns, counts)}
+        if state.router is not None and self.method.trains_router:
             parts[ROUTER] = Part((state.router.size,), rounded=True, limit=ROUTER)
         return parts
 
@@ -132,8 +128,8 @@ class Train(Step[Update]):
         theta = asked.question.tensors["theta"]
         layout = received(asked.question, asked.layers, theta.device).layout
         delta = torch.zeros(layout.size, device=theta.device)
-        for m, columns in enumerate(self.columns(layout, theta.device)):
-            if (part := parts.get(expert_name(m))) is not None:
+        for name, columns in self.columns(layout, theta.device).items():
+            if (part := parts.get(name)) is not None:
                 delta[columns] = part
         return Update(
             asked.member.index,
@@ -147,5 +143,11 @@ class Train(Step[Update]):
 
     def broadcast_size(self, layout: AdapterLayout, router: RouterLayout | None) -> int:
         """Bytes that a participant needs of the broadcast: the shared columns of all experts, and one router."""
-        shared = sum(len(columns) for columns in self.columns(layout, torch.device("cpu")))
+        shared = sum(len(columns) for columns in self.columns(layout, torch.device("cpu")).values())
         return 4 * (shared + (router.size if router else 0))
+
+
+def _sent(columns: dict[str, torch.Tensor], counts: Sequence[float]) -> list[str]:
+    """The parts of θ that a client with these n(i,m) sends: its experts', and always the shared one."""
+    counted = {expert_name(m): count for m, count in enumerate(counts)}
+    return [name for name, own in columns.items() if len(own) and counted.get(name, 1) > 0]
