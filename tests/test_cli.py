@@ -143,7 +143,7 @@ def test_bad_override(complains, verb, override, message):
 
 def test_run_on_a_missing_data_folder(complains):
     line = complains("run", "quickstart", NO_MODEL, "data.source=jsonl", "data.path=nowhere")
-    assert "data.path=nowhere: there is no such folder." in line
+    assert "data.path=nowhere: there is no such file or folder" in line
 
 
 def test_run_on_malformed_jsonl_names_the_line(complains, place):

@@ -1,9 +1,9 @@
 """The documentation is under test: every command runs, every link leads somewhere, the site builds.
 
 Every fenced bash block of README.md and docs/ is executed, page by page, in a folder that holds what the pages
-speak of: a finished run in runs/quickstart, clients in my_clients/, rows in mine.jsonl. FEDWEAVE_OVERRIDES replaces
-the real model by a tiny one with little data; the commands are the pages' own. A block that cannot run here says
-why in the line before it:
+speak of: a finished run in runs/quickstart, clients in my_clients/ and cases.csv, rows in mine.jsonl.
+FEDWEAVE_OVERRIDES replaces the real model by a tiny one with little data; the commands are the pages' own. A block
+that cannot run here says why in the line before it:
 
     <!-- not run: needs a GPU -->
 """
@@ -62,6 +62,8 @@ def furnished(tmp_path_factory, model_folder):
     (place / "my_clients").mkdir()
     for client in ("hospital_a", "hospital_b"):
         (place / "my_clients" / f"{client}.jsonl").write_text(text)
+    cases = [f"Which ward has number {i}?,Ward {i},{'north' if i % 2 else 'south'}" for i in range(24)]
+    (place / "cases.csv").write_text("\n".join(["question,answer,hospital", *cases]))
     for file in ("mine.jsonl", "held_out.jsonl"):
         (place / file).write_text(text)
     command = place / ".venv" / "bin" / "fedweave"

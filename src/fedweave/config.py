@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 import yaml
 
@@ -22,8 +22,8 @@ from fedweave.config_method import (
     WarmStartConfig,
 )
 from fedweave.errors import UserError, nearest
-from fedweave.registry import METHODS
-from fedweave.settings import build, insert, read_yaml, read_yaml_value, setting, to_tree
+from fedweave.rules import check_together
+from fedweave.settings import Tree, build, insert, read_yaml, read_yaml_value, setting, to_tree
 
 __all__ = [
     "AlignmentConfig",
@@ -73,11 +73,18 @@ class DataConfig:
     source: Literal["sample", "paper", "tasks", "jsonl", "sites"] = setting(
         "sample",
         "sample: four built-in patterns; paper: CoEdIT, GSM8K, TweetEval and ARC-C; tasks: a folder of tasks and "
-        "rows; jsonl: your own folder with one file per client; sites: every site of a deployment has its own.",
+        "rows; jsonl: your own files, also CSV or Parquet; sites: every site of a deployment has its own.",
     )
     name: str | None = setting(None, "What tables call this data; changes nothing else.")
-    path: str | None = setting(None, "The folder of paper (the four tasks; hub when empty), tasks or jsonl.")
+    path: str | None = setting(
+        None,
+        "jsonl: a folder of clients' files, one file, or hf://owner/name. paper: a local folder (hub when empty). "
+        "tasks: the folder.",
+    )
     folder: str | None = setting(None, "tasks: a folder below data.path, where that holds several benchmarks.")
+    fields: tuple[str, ...] = setting(
+        (), "jsonl: names of your columns, as in prompt=question,response=answer,client=site.", pairs=True
+    )
     tasks: tuple[str, ...] = setting((), "Only these tasks, by name, as in [gsm8k]; all when empty.")
     wording: Literal["usual", "varied"] = setting(
         "usual", "usual: every task has one wording; varied: every row one of its task's, drawn by the seed."
@@ -85,11 +92,11 @@ class DataConfig:
     distinct: bool = setting(
         True, "Leave out rows of a task that repeat another one's text, so that no test row was trained on."
     )
-    clients: int = setting(20, "Number of simulated clients (sample, paper and tasks).", low=1)
+    clients: int = setting(20, "Number of simulated clients (all but own rows that name their client).", low=1)
     partition: Literal["dirichlet", "pure"] = setting(
         "dirichlet", "dirichlet: every client has its own mixture of kinds; pure: every client has one kind."
     )
-    alpha: float = setting(0.3, "Dirichlet concentration of the clients' mixtures of kinds.", low=1e-3)
+    alpha: float = setting(0.3, "Dirichlet concentration of the clients' mixtures of kinds.", low=1e-3, high=1e9)
     train: int = setting(2000, "Training examples per task (sample, paper and tasks).", low=1)
     validation: int = setting(100, "Validation examples per task.", low=1)
     test: int = setting(400, "Test examples per task.", low=1)
@@ -169,6 +176,11 @@ class EvaluationConfig:
         "auto", "Prompts decoded together; auto is 400 on CUDA, 32 on a CPU."
     )
     max_new_tokens: int = setting(64, "Longest answer for tasks that do not set their own.", low=1)
+    metrics: tuple[str, ...] = setting(
+        (),
+        "Metrics of own data, one for all or by task, as in sum=number,mood=label (docs/own-data.md).",
+        pairs=True,
+    )
 
 
 @dataclass(frozen=True)
@@ -209,7 +221,7 @@ def load_config(recipe: str | Path, overrides: Sequence[str] = ()) -> Config:
     return from_tree(tree)
 
 
-def split_overrides(overrides: Sequence[str]) -> Iterator[tuple[str, Any]]:
+def split_overrides(overrides: Sequence[str]) -> Iterator[tuple[str, object]]:
     """(dotted key, value) of every ``key.path=value``."""
     for item in overrides:
         key, equals, text = item.partition("=")
@@ -218,10 +230,10 @@ def split_overrides(overrides: Sequence[str]) -> Iterator[tuple[str, Any]]:
         yield key.strip(), read_yaml_value(text, key)
 
 
-def from_tree(tree: dict[str, Any]) -> Config:
+def from_tree(tree: Tree) -> Config:
     """Build and check a config from plain nested dictionaries."""
     config = build(Config, tree)
-    _check_together(config)
+    check_together(config)
     return config
 
 
@@ -245,33 +257,3 @@ def recipe_names() -> list[str]:
 
 def dump_config(config: Config) -> str:
     return yaml.safe_dump(to_tree(config), sort_keys=False, allow_unicode=True)
-
-
-def _check_together(config: Config) -> None:
-    """Rules that span keys."""
-    data, training = config.data, config.training
-    if data.source == "jsonl" and not data.path:
-        raise UserError("data.source=jsonl needs data.path: a folder with one JSONL file per client.")
-    if data.source == "tasks" and not data.path:
-        raise UserError("data.source=tasks needs data.path: a folder with tasks.jsonl and files of rows.")
-    if data.wording == "varied" and data.source not in ("paper", "tasks"):
-        raise UserError(f"data.wording=varied needs data.source=paper or tasks, not {data.source}.")
-    if config.init and config.engine == "flower":
-        raise UserError("init starts federations of this process only; use engine=in-process.")
-    if data.source in ("sample", "sites") and data.path:
-        raise UserError(f"data.path is not used by data.source={data.source}; set data.source=jsonl or paper.")
-    for key, value in (
-        ("training.clients_per_step", training.clients_per_step),
-        ("evaluation.batch_size", config.evaluation.batch_size),
-    ):
-        if value != "auto" and int(value) < 1:
-            raise UserError(f"{key} must be auto or at least 1, not {value}.")
-    if training.participation > 1 and training.participation != int(training.participation):
-        raise UserError("training.participation above 1 is a count of clients and must be a whole number.")
-    experts = config.experts
-    if experts.shared_rank % experts.rank:
-        raise UserError(
-            f"experts.shared_rank={experts.shared_rank} must be a multiple of experts.rank={experts.rank}, or 0."
-        )
-    if config.method not in METHODS:
-        raise UserError(f"method={config.method!r} is unknown: {nearest(config.method, METHODS)}")

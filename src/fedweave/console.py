@@ -11,7 +11,7 @@ from typing import TextIO
 from tqdm import tqdm
 
 
-class Progress:
+class ProgressBar:
     """One long phase. On a terminal a bar; in a file or a pipe a line at most every few seconds."""
 
     def __init__(self, label: str, total: int, unit: str, console: Console, transient: bool = False):
@@ -63,8 +63,8 @@ class Console:
     def warn(self, text: str) -> None:
         self.say(f"warning: {text}")
 
-    def progress(self, label: str, total: int, unit: str, transient: bool = False) -> Progress:
-        return Progress(label, total, unit, self, transient)
+    def progress(self, label: str, total: int, unit: str, transient: bool = False) -> ProgressBar:
+        return ProgressBar(label, total, unit, self, transient)
 
 
 def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:

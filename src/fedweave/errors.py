@@ -17,7 +17,7 @@ def nearest(word: str, valid: Iterable[str]) -> str:
     return f"did you mean {close[0]!r}?" if close else f"valid: {', '.join(valid)}."
 
 
-def first_line(error: Exception) -> str:
+def first_line(error: BaseException) -> str:
     """Another library's message, short enough to stand inside a sentence."""
     lines = str(error).strip().splitlines()
     return lines[0].rstrip(".") if lines else type(error).__name__

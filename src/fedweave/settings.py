@@ -11,31 +11,46 @@ import difflib
 import math
 import types
 import typing
+from collections.abc import Mapping
 from dataclasses import field
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 import yaml
 
-from fedweave.errors import UserError, nearest
+from fedweave.errors import UserError, first_line, nearest
+
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
+
+Tree = dict[str, Any]  # nested dictionaries, as YAML and JSON have them
+Limits = Mapping[str, Any]  # a setting's metadata: its documentation, its lowest and highest value
+T = TypeVar("T", bound="DataclassInstance")
 
 
-def setting(default: Any, doc: str, *, low: float | None = None, high: float | None = None) -> Any:
-    """A config field with its documentation and its closed range: of a number, or of a list's length."""
-    return field(default=default, metadata={"doc": doc, "low": low, "high": high})
+def setting(
+    default: Any, doc: str, *, low: float | None = None, high: float | None = None, pairs: bool = False
+) -> Any:
+    """A config field with its documentation and its closed range: of a number, or of a list's length. A list of
+    ``pairs`` may be written as {key: value} and, on a command line, as key=value,key=value."""
+    return field(default=default, metadata={"doc": doc, "low": low, "high": high, "pairs": pairs})
 
 
-def to_tree(config: Any) -> dict[str, Any]:
+def to_tree(config: DataclassInstance) -> Tree:
     """Plain nested dictionaries, ready for YAML or JSON."""
     return {
-        f.name: to_tree(v) if dataclasses.is_dataclass(v) else list(v) if isinstance(v, tuple) else v
+        f.name: to_tree(v)
+        if dataclasses.is_dataclass(v) and not isinstance(v, type)
+        else list(v)
+        if isinstance(v, tuple)
+        else v
         for f in dataclasses.fields(config)
         for v in [getattr(config, f.name)]
     }
 
 
-def flatten(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    """A tree's values by their dotted keys."""
-    flat: dict[str, Any] = {}
+def flatten(tree: Tree, prefix: str = "") -> Tree:
+    """A tree's values by dotted keys."""
+    flat: Tree = {}
     for name, value in tree.items():
         flat |= flatten(value, f"{prefix}{name}.") if isinstance(value, dict) else {f"{prefix}{name}": value}
     return flat
@@ -60,13 +75,15 @@ def describe(cls: type, prefix: str = "") -> list[tuple[str, str, str]]:
     return rows
 
 
-def read_yaml(text: str, where: str) -> dict[str, Any]:
+def read_yaml(text: str, where: str) -> Tree:
     try:
         tree = yaml.safe_load(text)
-    except (yaml.YAMLError, ValueError) as error:
+    except (yaml.YAMLError, ValueError, RecursionError) as error:
         mark = getattr(error, "problem_mark", None)
         line = f", line {mark.line + 1}" if mark else ""
-        raise UserError(f"{where}{line} is not valid YAML: {getattr(error, 'problem', error)}.") from None
+        raise UserError(
+            f"{where}{line} is not valid YAML: {getattr(error, 'problem', None) or first_line(error)}."
+        ) from None
     if tree is None:
         return {}
     if not isinstance(tree, dict):
@@ -74,14 +91,14 @@ def read_yaml(text: str, where: str) -> dict[str, Any]:
     return tree
 
 
-def read_yaml_value(text: str, key: str) -> Any:
+def read_yaml_value(text: str, key: str) -> object:
     try:
         return yaml.safe_load(text)
-    except (yaml.YAMLError, ValueError):
+    except (yaml.YAMLError, ValueError, RecursionError):
         raise UserError(f"the value of {key} is not valid YAML: {text!r}.") from None
 
 
-def insert(tree: dict[str, Any], key: str, value: Any) -> None:
+def insert(tree: Tree, key: str, value: object) -> None:
     """Put a value at a dotted key."""
     *parents, last = key.split(".")
     for name in parents:
@@ -98,14 +115,14 @@ def _nested(f: dataclasses.Field) -> type | None:
     return factory if isinstance(factory, type) and dataclasses.is_dataclass(factory) else None
 
 
-def build(cls: type, tree: Any, prefix: str = "", root: type | None = None, what: str = "config key") -> Any:
+def build(cls: type[T], tree: object, prefix: str = "", root: type | None = None, what: str = "config key") -> T:
     """Build ``cls`` from a plain tree, checking every key and value; ``what`` is how an error calls a key."""
     root = root or cls
     if not isinstance(tree, dict):
         raise UserError(f"{prefix.rstrip('.')} must hold keys and values, not {tree!r}.")
     fields = {f.name: f for f in dataclasses.fields(cls)}
     hints = typing.get_type_hints(cls)
-    values = {}
+    values: Tree = {}
     for name, value in tree.items():
         key = f"{prefix}{name}"
         if name not in fields:
@@ -131,7 +148,7 @@ def _hint(name: str, prefix: str, siblings: list[str], root: type) -> str:
     )
 
 
-def _convert(value: Any, hint: Any, key: str, limits: typing.Mapping[str, Any]) -> Any:
+def _convert(value: object, hint: Any, key: str, limits: Limits) -> object:
     """Coerce one value to its declared type, or say in one sentence why not."""
     origin, args = typing.get_origin(hint), typing.get_args(hint)
     if origin is Literal:
@@ -150,6 +167,8 @@ def _convert(value: Any, hint: Any, key: str, limits: typing.Mapping[str, Any]) 
                     problem = problem or error
         raise problem or UserError(f"{key}={value!r} is not allowed.")
     if origin is tuple:
+        if limits.get("pairs"):
+            value = _pairs(value)
         items = [value] if isinstance(value, str) else value
         fewest = limits.get("low") or 0
         if not isinstance(items, list | tuple) or len(items) < fewest or not all(isinstance(v, str) for v in items):
@@ -166,7 +185,14 @@ def _convert(value: Any, hint: Any, key: str, limits: typing.Mapping[str, Any]) 
     return value
 
 
-def _number(value: Any, hint: type, key: str, limits: typing.Mapping[str, Any]) -> int | float:
+def _pairs(value: Any) -> Any:
+    """A list of "key=value", however it was written."""
+    if isinstance(value, dict):
+        return [f"{key}={item}" for key, item in value.items()]
+    return [part.strip() for part in value.split(",") if part.strip()] if isinstance(value, str) else value
+
+
+def _number(value: Any, hint: type, key: str, limits: Limits) -> int | float:
     kind = "a whole number" if hint is int else "a number"
     try:  # YAML reads 1e-4 as text
         number = float(value) if not isinstance(value, bool) else None

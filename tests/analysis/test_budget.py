@@ -13,6 +13,7 @@ from fedweave.cli import main
 from fedweave.config import load_config
 from fedweave.errors import UserError
 from fedweave.methods import METHODS, build_method
+from fedweave.runs.reading import read_run
 from fedweave.runs.summary import trained_parameters
 from tests.methods.conftest import config, make_engine, with_method  # noqa: F401
 
@@ -127,6 +128,15 @@ def test_settings_change_the_budget(capsys, model_folder):
     assert tiny["methods"]["fedit"]["trainable"] == 2 * 32 * (32 + 32 + 32 + 16)
 
 
+def test_a_sketch_makes_signatures_small(capsys):
+    whole, sketched = (
+        json.loads(says(capsys, "paper", f"discovery.sketch={k}", "--json"))[0]["discovery"] for k in (0, 64)
+    )
+    assert whole["signature_bytes"] == 4 * whole["signature_numbers"] == 4 * 28 * 8 * (3072 + 1024)
+    assert sketched["signature_numbers"] == 2 * 28 * 64 and sketched["signature_bytes"] == 2 * 2 * 28 * 64
+    assert sketched["adapter_bytes"] == whole["adapter_bytes"]
+
+
 def test_a_runs_costs_stand_beside_their_prediction(tiny_run, capsys):
     folder = tiny_run()
     assert "peak memory" in says(capsys, str(folder))
@@ -167,10 +177,10 @@ def test_counted_bytes_stand_beside_their_prediction(tiny_run, tmp_path):
         if event["event"] == "round":
             event |= {"bytes_up": {"client_0": 7, "client_1": 5}, "bytes_down": 10}
     (folder / "metrics.jsonl").write_text("".join(json.dumps(event) + "\n" for event in events))
-    rows = {row.what: row for row in run_costs(folder).spent}
+    rows = {row.what: row for row in run_costs(read_run(folder)).spent}
     assert rows["sent by clients"].measured == 3 * 12 and rows["sent to clients"].measured == 3 * 3 * 10
     # three clients receive everything in three rounds; they send only the experts that they serve
-    budget = run_costs(folder).budget
+    budget = run_costs(read_run(folder)).budget
     assert rows["sent to clients"].predicted == 9 * budget.round_bytes("fedweave")[1]
     assert 0 < rows["sent by clients"].predicted <= 9 * budget.round_bytes("fedweave")[0]
 

@@ -1,9 +1,11 @@
 """Text to tokens: what the model reads, where the answer starts, what the feature averages, what is cut."""
 
+import copy
+
 import numpy as np
 import pytest
 
-from fedweave.backbone.prompts import LongAnswer, PromptFormat
+from fedweave.backbone.prompts import LongAnswer, PromptFormat, RefusedChat
 from fedweave.config import BackboneConfig
 from fedweave.data.examples import Example
 from fedweave.data.sample import make_sample
@@ -233,3 +235,44 @@ def test_settings_tell_formats_apart_that_give_other_tokens(make_format):
     assert base != make_format(max_length=100).settings()
     assert base != make_format(pool="all").settings()
     assert (base["template"] is None) == (base["kind"] == "plain")
+
+
+# -------------------------------------------------------------------------------------- templates that refuse
+
+STRICT = (
+    "{% if messages[0]['role'] == 'system' %}{{ raise_exception('System role not supported') }}{% endif %}"
+    "{% for m in messages %}{% if (m['role'] == 'user') != (loop.index0 % 2 == 0) %}"
+    "{{ raise_exception('Conversation roles must alternate user/assistant/user/assistant/...') }}{% endif %}"
+    "<|start|>{{ m['role'] }}\n{{ m['content'] }}<|end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|start|>assistant\n{% endif %}"
+)
+
+
+@pytest.fixture
+def strict(chat_tokenizer) -> PromptFormat:
+    tokens = copy.deepcopy(chat_tokenizer)
+    tokens.chat_template = STRICT
+    return PromptFormat(tokens, BackboneConfig())
+
+
+@pytest.mark.parametrize(
+    ("turns", "reason"),
+    [
+        ([("system", "Be brief."), ("user", ASK)], "System role not supported"),
+        ([("user", "Dan has 3 coins."), ("user", ASK)], "Conversation roles must alternate"),
+    ],
+)
+def test_a_template_that_refuses_a_row_gives_the_row_and_the_remedies(strict, turns, reason):
+    messages = tuple({"role": role, "content": content} for role, content in turns)
+    with pytest.raises(RefusedChat) as caught:
+        strict.encode([example() for _ in range(3)] + [Example(messages, "x", "sum", "site.jsonl:9")])
+    message = str(caught.value)
+    assert message.startswith(f"site.jsonl:9: messages: the chat template refuses them ({reason}")
+    assert message.endswith("or set backbone.prompt=plain.") and "\n" not in message
+    with pytest.raises(UserError, match=reason):  # without a row, as the server asks
+        strict.encode_prompts([messages])
+
+
+def test_the_chat_template_is_the_default_where_there_is_one(tokenizer, chat_tokenizer):
+    kinds = [PromptFormat(tokens, BackboneConfig()).kind for tokens in (tokenizer, chat_tokenizer)]
+    assert kinds == ["plain", "chat"]

@@ -12,7 +12,7 @@ from fedweave.compare.tables import Results, choose_best, holm, latex, markdown
 from fedweave.config import Config, load_config
 from fedweave.console import Console
 from fedweave.errors import UserError
-from fedweave.report.records import find_runs
+from fedweave.report.groups import find_runs
 
 TASKS = {"a": "Task A", "b": "Task B"}
 
@@ -23,7 +23,7 @@ def summary(method: str, seed: int, loss: float, score: float, validation: float
     return {
         "method": method, "seed": seed, "tasks": TASKS, "notes": ["a remark"],
         "parameters": {"experts": 2_000_000, "router": 0},
-        "trained_parameters": 1_500_000,
+        "trained_parameters": 1_500_000, "audit": None,
         "validation": {"best_loss": validation, "best_round": 1},
         "test": {"best": {"used": "sparse", "loss": {"sparse": per_task, "soft": per_task}, "score": scores}},
     }  # fmt: skip
@@ -65,6 +65,14 @@ def test_seeds_with_other_numbers_of_experts_train_other_numbers_of_parameters()
     runs = [(cell(method="fedlease", seed=s), summary("fedlease", s, 1.0, 0.5)) for s in (1, 2, 3)]
     runs[1][1]["trained_parameters"] = 3_000_000
     assert "| fedlease | 3 | 1.50M to 3.00M |" in markdown(Results.of(runs))
+
+
+def test_a_run_that_nothing_here_could_test_has_its_validation_loss():
+    """FedSA-LoRA over sites: every client's B stays where it is."""
+    untested = {**summary("fedsa-lora", 1, 1.0, 0.5, validation=0.25), "test": {}, "tasks": {}}
+    runs = [(cell(method="fedsa-lora"), untested), (cell(method="fedit"), summary("fedit", 1, 1.0, 0.5))]
+    text = markdown(Results.of(runs))
+    assert "score Task A" in text and "| fedsa-lora | 1 | 1.50M | – |" in text and "0.2500" in text
 
 
 def test_rows_that_look_equal_are_marked_alike():
@@ -200,7 +208,7 @@ def test_several_comparisons_share_cells_and_stop_in_time(tmp_path, model_folder
     table = json.loads((tmp_path / "out" / "methods" / "results.json").read_text())
     assert [row["values"]["method"] for row in table] == ["ffa-lora", "fedit"]
     assert (tmp_path / "out" / "rates" / "table.md").is_file()
-    methods = [run.config["method"] for run in find_runs([tmp_path / "out" / "methods"])]
+    methods = [run.method for run in find_runs([tmp_path / "out" / "methods"])]
     assert sorted(methods) == ["fedit", "ffa-lora"]
 
 

@@ -234,7 +234,7 @@ def test_missing_task_folder_is_a_user_error_that_names_it(folder):
 
 
 def test_missing_root_is_a_user_error_that_names_it(tmp_path):
-    with pytest.raises(UserError, match=r"data\.path=.*nowhere: there is no such folder"):
+    with pytest.raises(UserError, match=r"data\.path=.*nowhere: there is no such file or folder"):
         load_paper_tasks(str(tmp_path / "nowhere"))
 
 

@@ -141,6 +141,7 @@ def test_a_row_that_repeats_another_is_left_out(folder):
         ({"wordings": []}, r"tasks\.jsonl:2: 'wordings' must be a list"),
         ({"max_new_tokens": 0}, r"tasks\.jsonl:2: 'max_new_tokens' must be a whole number"),
         ({"task": "count"}, r"tasks\.jsonl:2: task 'count' is listed twice"),
+        ({"task": "macro"}, r"tasks\.jsonl:2: no task can be called 'macro'"),
         ({"task": "ad"}, r"task 'add' is not in tasks\.jsonl: did you mean 'ad'"),
         ({"title": 3}, r"tasks\.jsonl:2: 'title' must be a text"),
     ],
@@ -157,7 +158,7 @@ def test_a_wrong_row_or_folder_is_one_sentence(folder, tmp_path_factory):
         loaded(folder)
     with pytest.raises(UserError, match=r"needs one tasks\.jsonl"):
         loaded(tmp_path_factory.mktemp("empty"))
-    with pytest.raises(UserError, match="there is no such folder"):
+    with pytest.raises(UserError, match="there is no such file or folder"):
         loaded(folder, folder="nowhere")
     with pytest.raises(UserError, match=r"data\.source=tasks needs data\.path"):
         from_tree({"data": {"source": "tasks"}})

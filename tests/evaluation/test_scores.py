@@ -2,7 +2,7 @@
 
 import pytest
 
-from fedweave.evaluation.scores import final_number, first_label, option_letter, rouge, rouge_paper, scores
+from fedweave.metrics.scores import final_number, first_label, option_letter, rouge, rouge_paper, scores
 
 
 def test_paper_rouge_vectors():

@@ -7,8 +7,8 @@ from fedweave.experts.layout import AdapterLayout
 from fedweave.experts.mixture import Mixture
 from fedweave.inference.generate import generate
 from fedweave.inference.model import FedWeaveModel
-from fedweave.router.mlp import RouterLayout
-from fedweave.router.routed import RoutedExperts, sparsify
+from fedweave.router.mlp import RouterLayout, sparsify
+from fedweave.router.routed import RoutedExperts
 from tests.conftest import FAMILIES
 from tests.helpers import TARGETS, random_theta
 

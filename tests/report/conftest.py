@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 
 from fedweave.cli import main
-from fedweave.report.records import RunRecord
+from fedweave.config import from_tree
+from fedweave.runs.reading import RunRecord
 from tests.runs.conftest import SMALL, small
 
 __all__ = ["small"]
@@ -52,7 +53,8 @@ def record():
     """Call with the parts that matter; everything else is missing."""
 
     def make(**parts) -> RunRecord:
-        config = {"method": "fedweave", "seed": 1, "training": {"rounds": 3}, "discovery": {"max_buckets": 8}}
-        return RunRecord(Path("runs/x"), {**config, **parts.pop("config", {})}, **parts)
+        config = {"method": "fedweave", "seed": 1, "training": {"rounds": 3}, **parts.pop("config", {})}
+        manifest = {"source": "sample", "seed": 1, **parts.pop("manifest", {})}
+        return RunRecord(Path("runs/x"), from_tree(config), manifest, **parts)
 
     return make

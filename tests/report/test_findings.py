@@ -20,7 +20,6 @@ def validations(*losses, **more):
 def outcome(sparse=1.0, soft=1.0, bare=5.0, routing=None):
     return {
         "tasks": {"a": "A", "b": "B"},
-        "experts": 2,
         "test": {
             "best": {
                 "used": "sparse",
@@ -42,7 +41,11 @@ def audit(local, whole):
 
 
 def pulling(*cosines):
-    return [{"event": "round", "round": t, "agreement": {"odd": c, "plain": 0.4}} for t, c in enumerate(cosines)]
+    return [rounded(t, agreement={"odd": c, "plain": 0.4}) for t, c in enumerate(cosines)]
+
+
+def rounded(t, **figures):
+    return {"event": "round", "round": t, "refused": [], "agreement": {}, **figures}
 
 
 CASES = {  # finding -> (fires, keeps quiet)
@@ -60,8 +63,8 @@ CASES = {  # finding -> (fires, keeps quiet)
     ),
     "client_that_hurts": ({"events": pulling(-0.3, -0.2, 0.1)}, {"events": pulling(-0.3, 0.4, 0.3)}),
     "refused_answers": (
-        {"events": [{"event": "round", "round": 1, "refused": [{"client": "odd", "reason": "it holds NaN"}]}]},
-        {"events": [{"event": "round", "round": 1, "refused": []}]},
+        {"events": [rounded(1, refused=[{"client": "odd", "reason": "it holds NaN"}])]},
+        {"events": [rounded(1)]},
     ),
     "experts_at_the_edge": (
         {"discovery": discovery(4, alignment_silhouettes={"2": 0.1, "3": 0.2, "4": 0.3})},
@@ -83,14 +86,17 @@ CASES = {  # finding -> (fires, keeps quiet)
     "worse_than_untouched": ({"summary": outcome(bare=0.5)}, {"summary": outcome(bare=5.0)}),
     "overfitting": ({"events": validations(3.0, 1.0, 1.5)}, {"events": validations(3.0, 1.0, 1.01)}),
     "still_improving": (
-        {"events": validations(3.0, 2.0, 1.5), "progress": {"state": "finished"}},
-        {"events": validations(3.0, 1.5, 1.499), "progress": {"state": "finished"}},
+        {"events": validations(3.0, 2.0, 1.5), "live": {"state": "finished"}},
+        {"events": validations(3.0, 1.5, 1.499), "live": {"state": "finished"}},
     ),
     "small_test": ({"manifest": {"test": ["x"] * 24}}, {"manifest": {"test": ["x"] * 400}}),
-    "sparse_costs": ({"summary": outcome(sparse=1.3)}, {"summary": {**outcome(), "experts": 1}}),
+    "sparse_costs": (
+        {"summary": outcome(sparse=1.3), "discovery": discovery(2)},
+        {"summary": outcome(), "discovery": discovery(1)},
+    ),
     "experts_per_task": (
-        {"summary": outcome(routing={"a": [0.9, 0.1], "b": [0.8, 0.2]})},
-        {"summary": {**outcome(routing={"a": [1.0], "b": [1.0]}), "experts": 1}},
+        {"summary": outcome(routing={"a": [0.9, 0.1], "b": [0.8, 0.2]}), "discovery": discovery(2)},
+        {"summary": outcome(routing={"a": [1.0], "b": [1.0]}), "discovery": discovery(1)},
     ),
 }
 
@@ -113,11 +119,12 @@ def test_nothing_is_known_of_an_empty_run(record):
 
 def test_good_news_is_told_too(record):
     routing = {"a": [0.9, 0.1], "b": [0.1, 0.9]}
-    found = findings(record(summary=outcome(sparse=1.0, soft=1.0, routing=routing), manifest={"tasks": {"a": "A"}}))
+    good = outcome(sparse=1.0, soft=1.0, routing=routing)
+    found = findings(record(summary=good, discovery=discovery(2), manifest={"tasks": {"a": "A"}}))
     assert {f.title for f in found if f.level == "good"} == {
         "One active expert is enough", "Every task has its own expert"
     }  # fmt: skip
-    costly = findings(record(summary=outcome(sparse=1.3, soft=1.0)))
+    costly = findings(record(summary=outcome(sparse=1.3, soft=1.0), discovery=discovery(2)))
     assert [f.level for f in costly] == ["warning"] and "+30%" in costly[0].text
 
 

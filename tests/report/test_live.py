@@ -7,7 +7,7 @@ import time
 
 from fedweave.cli import main
 from fedweave.report.live import render, seconds_left, sparkline
-from fedweave.report.records import read_run
+from fedweave.runs.reading import read_run
 
 
 def test_a_finished_run_is_shown_once(finished, capsys):
@@ -22,15 +22,15 @@ def test_a_finished_run_is_shown_once(finished, capsys):
 def test_time_left_is_the_pace_of_recent_rounds(record):
     run = record(
         events=[{"event": "round", "round": 1, "train_loss": 1.0}],
-        progress={"state": "running", "round_seconds": [4.0]},
+        live={"state": "running", "phase": {}, "round_seconds": [4.0]},
     )
     assert seconds_left(run) == 8.0  # two of three rounds are left
     assert "8 s left" in render(run) and "discovery comes first" in render(run)
-    assert seconds_left(record(progress={"state": "finished", "round_seconds": [4.0]})) is None
+    assert seconds_left(record(live={"state": "finished", "round_seconds": [4.0]})) is None
 
 
 def test_a_stopped_run_says_how_to_go_on(record):
-    assert "fedweave resume runs/x" in render(record(progress={"state": "stopped"}))
+    assert "fedweave resume runs/x" in render(record(live={"state": "stopped", "phase": {}, "round_seconds": []}))
 
 
 def test_sparkline():

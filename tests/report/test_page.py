@@ -6,10 +6,11 @@ import shutil
 from html.parser import HTMLParser
 
 import pytest
+import yaml
 
 from fedweave.cli import main
 from fedweave.report.curves import method_losses
-from fedweave.report.records import Group, find_runs, group_runs, on_common_seeds
+from fedweave.report.groups import Group, find_runs, group_runs, on_common_seeds
 
 FIGURES = {
     "test-score", "test-loss", "loss-by-task", "training-loss", "mixture", "client-agreement", "router-entropy",
@@ -91,32 +92,12 @@ def test_figures_follow_the_theme(written):
     assert "var(" not in saved and "#0072b2" in saved
 
 
-def test_an_older_run_says_what_is_missing(finished):
-    """As written before load, agreement, bytes, prompt maps and live progress were recorded."""
-    (finished / "embedding.json").unlink()
-    (finished / "progress.json").unlink()
-    discovery = json.loads((finished / "discovery.json").read_text())
-    del discovery["bucket_tasks"]
-    (finished / "discovery.json").write_text(json.dumps(discovery))
-    new = ("client_losses", "agreement", "bytes_up", "bytes_down", "expert_load", "expert_weight")
-    lines = [json.loads(line) for line in (finished / "metrics.jsonl").read_text().splitlines()]
-    old = [{k: v for k, v in line.items() if k not in new} for line in lines]
-    (finished / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in old))
-    text = page_of(finished)
-    for word in (
-        "the map of prompts",
-        "expert load",
-        "bytes by round",
-        "whether clients pull together",
-        "losses by client",
-    ):
-        assert f"Not shown: {word}" in text
-    assert 'id="figure-mixture"' in text, "tasks are found again in the manifest"
-
-
 def test_a_federation_of_sites_has_a_page(finished):
     """What a server without data or a test set records: no tasks, no labels, no features, losses by site."""
     (finished / "embedding.json").unlink()
+    config = yaml.safe_load((finished / "config.yaml").read_text())
+    config |= {"engine": "flower", "data": {"source": "sites"}}
+    (finished / "config.yaml").write_text(yaml.safe_dump(config))
     lines = [json.loads(line) for line in (finished / "metrics.jsonl").read_text().splitlines()]
     for line in lines:
         if line["event"] == "validation":
@@ -124,16 +105,17 @@ def test_a_federation_of_sites_has_a_page(finished):
                 del line[key]
             line |= {"sites": {"north": line["loss"], "south": line["loss"] + 1}, "router_entropy": None}
     (finished / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    for name, change in (
-        ("summary.json", {"test": {}, "tasks": {}, "audit": None}),
-        ("manifest.json", {"tasks": {}, "clients": {}, "validation": [], "test": [], "federation": "abc"}),
-        ("discovery.json", {"audit": None, "bucket_tasks": {}}),
-    ):
-        file = finished / name
-        file.write_text(json.dumps(json.loads(file.read_text()) | change))
+    (finished / "manifest.json").write_text(json.dumps({"source": "sites", "seed": 42, "federation": "abc"}))
+    summary = json.loads((finished / "summary.json").read_text())
+    summary |= {"test": {}, "tasks": {}, "audit": None, "train_tokens": None}
+    (finished / "summary.json").write_text(json.dumps(summary))
+    discovery = json.loads((finished / "discovery.json").read_text())
+    del discovery["bucket_tasks"], discovery["audit"]
+    (finished / "discovery.json").write_text(json.dumps(discovery))
     text = page_of(finished)
     assert 'id="figure-loss-by-site"' in text and 'id="figure-signatures"' in text
-    assert "the sites keep it to themselves" in text and "federation.test" in text and "older run" not in text
+    assert "the sites keep it to themselves" in text and "federation.test" in text
+    assert f"<td>{lines[-1]['sites']['south']:.3f}</td>" in text, "what there is instead of a test"
     assert main(["watch", str(finished)]) == 0
 
 

@@ -12,22 +12,22 @@ from fedweave.errors import UserError
 from fedweave.runs.loggers import LOGGERS, Loggers, open_loggers, require_loggers, scalars
 
 VALIDATION = {
-    "round": 2, "loss": 1.5, "tasks": {"sum": 1.0, "macro": 1.5}, "router_entropy": 0.25,
+    "event": "validation", "round": 2, "loss": 1.5, "tasks": {"sum": 1.0, "macro": 1.5}, "router_entropy": 0.25,
     "expert_load": [0.75, 0.25],
 }  # fmt: skip
 ROUND = {
-    "round": 2, "train_loss": 0.5, "tokens": 100, "bytes_up": {"a:b": 2_000_000},
+    "event": "round", "round": 2, "train_loss": 0.5, "tokens": 100, "bytes_up": {"a:b": 2_000_000},
     "bytes_down": 3_000_000, "participants": ["a:b"],
     "client_losses": {"a:b": 0.5}, "agreement": {"a:b": None},
 }  # fmt: skip
 
 
 def test_events_become_named_figures():
-    assert scalars("validation", VALIDATION) == {
+    assert scalars(VALIDATION) == {
         "validation/loss": 1.5, "router/entropy": 0.25, "validation/loss/sum": 1.0, "validation/loss/macro": 1.5,
         "experts/load/0": 0.75, "experts/load/1": 0.25,
     }  # fmt: skip
-    assert scalars("round", ROUND) == {
+    assert scalars(ROUND) == {
         "train/loss": 0.5, "train/tokens": 100, "communication/up_mb": 2.0, "communication/down_mb": 3.0,
         "client/a_b/loss": 0.5,
     }  # fmt: skip
@@ -50,8 +50,8 @@ def test_a_failing_tracker_is_dropped_and_the_others_go_on(capsys):
 
     good = Good()
     loggers = Loggers([("wandb", Broken()), ("mlflow", good)], Console())
-    loggers.event("validation", VALIDATION)
-    loggers.event("validation", VALIDATION)
+    loggers.event(VALIDATION)
+    loggers.event(VALIDATION)
     loggers.close()
     assert good == [(2, 1.5), (2, 1.5), "closed"]
     assert capsys.readouterr().err.count("wandb stopped taking figures (no route to host)") == 1

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from fedweave.cli import main
-from fedweave.runs.live import LiveProgress, read_progress
+from fedweave.runs.live import LiveProgress, read_live
 from fedweave.runs.records import validation_record
 from fedweave.runs.workspace import TestSet as HeldOut
 
@@ -53,18 +53,18 @@ def test_entropy_and_load_of_a_router_worked_out_by_hand():
 
 
 def test_progress_tells_running_finished_and_stopped_apart(tmp_path):
-    assert read_progress(tmp_path) == {}
+    assert read_live(tmp_path) is None
     live = LiveProgress(tmp_path, 5)
     live.begin_rounds(0)
     live.round_done()
-    assert read_progress(tmp_path)["state"] == "running" and len(read_progress(tmp_path)["round_seconds"]) == 1
+    assert read_live(tmp_path)["state"] == "running" and len(read_live(tmp_path)["round_seconds"]) == 1
     again = LiveProgress(tmp_path, 5)
     again.begin_rounds(1)  # resumed: the first round's time is kept
     again.round_done()
-    assert len(read_progress(tmp_path)["round_seconds"]) == 2
+    assert len(read_live(tmp_path)["round_seconds"]) == 2
     content = json.loads((tmp_path / "progress.json").read_text())
     assert content["host"] == socket.gethostname()
     (tmp_path / "progress.json").write_text(json.dumps({**content, "pid": 2**22 + 1}))  # above Linux's largest
-    assert read_progress(tmp_path)["state"] == "stopped"
+    assert read_live(tmp_path)["state"] == "stopped"
     again.finish()
-    assert read_progress(tmp_path)["state"] == "finished"
+    assert read_live(tmp_path)["state"] == "finished"

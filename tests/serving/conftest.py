@@ -19,9 +19,9 @@ import uvicorn
 from fedweave.inference.model import FedWeaveModel
 from fedweave.runs.use import load
 from fedweave.serving.app import Api, build_app
-from fedweave.serving.engine import Engine
 from fedweave.serving.gateway import Gateway
 from fedweave.serving.jobs import Limits
+from fedweave.serving.local import LocalBackend
 from fedweave.serving.server import _listen
 from tests.bundle.conftest import exported, run  # noqa: F401  the trained run and its bundle
 
@@ -31,7 +31,7 @@ LIMITS = Limits(max_batch=4, max_queue=80, max_new_tokens=48, max_body=20_000)
 @dataclass
 class Running:
     url: str
-    backend: Engine | Gateway
+    backend: LocalBackend | Gateway
 
     def client(self, key: str = "any", **options) -> openai.OpenAI:
         return openai.OpenAI(base_url=f"{self.url}/v1", api_key=key, max_retries=0, timeout=300, **options)
@@ -43,10 +43,10 @@ def running(
 ) -> Iterator[Running]:
     """A server in a thread, on a free port."""
     listener = _listen("127.0.0.1", 0)
-    ready: list[tuple[uvicorn.Server, Engine | Gateway]] = []
+    ready: list[tuple[uvicorn.Server, LocalBackend | Gateway]] = []
 
     async def main() -> None:
-        backend = Gateway(model, limits, upstream) if upstream else Engine(model, limits)
+        backend = Gateway(model, limits, upstream) if upstream else LocalBackend(model, limits)
         app = build_app(Api(model.backbone, model.mixture.layout.experts, backend, limits), key)
         server = uvicorn.Server(uvicorn.Config(app, log_level="warning", ws="none", timeout_graceful_shutdown=2))
         ready.append((server, backend))
@@ -93,7 +93,7 @@ def model(exported) -> FedWeaveModel:  # noqa: F811
 
 @pytest.fixture(scope="session")
 def twin(exported) -> FedWeaveModel:  # noqa: F811
-    """The same model for direct questions: the served one belongs to its engine's thread."""
+    """The same model for direct questions: the served one belongs to its backend's thread."""
     return load(exported, device="cpu")
 
 

@@ -11,8 +11,8 @@ from fedweave.backbone.load import load_backbone
 from fedweave.config import BackboneConfig
 from fedweave.errors import UserError
 from fedweave.serving.app import Api
-from fedweave.serving.engine import Engine
 from fedweave.serving.jobs import Limits
+from fedweave.serving.local import LocalBackend
 from fedweave.serving.protocol import ChatRequest
 from tests.bundle.conftest import PROMPTS
 from tests.serving.conftest import LIMITS, ask, running
@@ -281,7 +281,7 @@ def test_a_chat_template_decides_what_messages_may_be(chat_tokenizer, model_fold
         (tmp_path / file).write_bytes((model_folder("llama") / file).read_bytes())
     (tmp_path / "chat_template.jinja").write_text(refusing)
     backbone = load_backbone(BackboneConfig(model=str(tmp_path), device="cpu", max_length=64))
-    api = Api(backbone, 1, Engine.__new__(Engine), LIMITS)
+    api = Api(backbone, 1, LocalBackend.__new__(LocalBackend), LIMITS)
     turns = [("system", "Be brief."), ("user", "Hi"), ("assistant", "Hello"), ("user", "How many?")]
     body = ChatRequest(model="fedweave", messages=[{"role": r, "content": c} for r, c in turns])
     text = backbone.tokenizer.decode(api.encode(body)[0].ids)

@@ -14,11 +14,10 @@ from fedweave.errors import UserError, nearest
 from fedweave.federation.method import Payload, Sizes
 from fedweave.methods import METHODS, method_class
 from fedweave.router.mlp import RouterLayout
-from fedweave.settings import to_tree
 
 # Bytes of one number in an update; int8 has one float32 scale for every 256 numbers.
 PRECISIONS = {"float32": 4.0, "bfloat16": 2.0, "int8": 1 + 4 / 256}
-_FULL = 4  # signatures, warmup adapters and what the server broadcasts travel in float32
+_FULL = 4  # warmup adapters and what the server broadcasts travel in float32
 
 
 @dataclass(frozen=True)
@@ -68,7 +67,7 @@ def predict(
     served: int | None = None,
 ) -> Budget:
     """The budget of ``config`` on a model of this shape, if discovery finds so many experts and buckets."""
-    precision = precision or to_tree(config).get("federation", {}).get("update_dtype", "float32")
+    precision = precision or config.federation.update_dtype
     if precision not in PRECISIONS:
         raise UserError(f"precision={precision!r} is not known: {nearest(precision, PRECISIONS)}")
     targets = config.experts.target_modules

@@ -1,4 +1,5 @@
-"""``fedweave diagnose``: every quantity of the paper's theory on a run of one's own, as one JSON tree.
+"""``fedweave diagnose``: the paper's theory on a run of one's own, as one JSON tree. Constants that the theorems
+assume and no single run reveals (B_g, G_R, σ, L_E, μ, δ_pat, A_i) are not in it.
 
 Router weights are cheap: what needs only them covers all clients and examples. What needs gradients or losses of
 the real model is taken on a sample: some clients, a few fixed batches of each of their buckets.
@@ -6,23 +7,26 @@ the real model is taken on a sample: some clients, a few fixed batches of each o
 
 from __future__ import annotations
 
-import math
 import time
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
-import numpy as np
-
-from fedweave.analysis.findings import verdicts
+from fedweave.analysis.diagnosis import Diagnosis
 from fedweave.analysis.measure_experts import measure_budget, measure_conflict, measure_contamination
 from fedweave.analysis.measure_router import measure_paths, measure_risk
 from fedweave.analysis.subject import Sample, open_subject
+from fedweave.analysis.verdicts import verdicts
 from fedweave.console import Console
 from fedweave.errors import UserError
 from fedweave.runs.folder import RunFolder
 
 SCHEMA = 1
+NEEDS = {  # labels, a router with several experts
+    "conflict": (True, False),
+    "contamination": (True, True),
+    "effective_budget": (False, True),
+    "router_paths": (False, True),
+    "routing_risk": (True, True),
+}
 NEEDS_LABELS = (
     "needs task labels, which this run's data does not have; a 'task' in every JSONL row would give them."
 )
@@ -36,7 +40,7 @@ def diagnose(
     batches: int = 1,
     which: str = "best",
     router_rate: float | None = None,
-) -> dict[str, Any]:
+) -> Diagnosis:
     """Measure everything that the run allows, write diagnostics.json, return it.
 
     ``which`` is the state to look at: best, last or start; ``router_rate`` the η of the router's paths.
@@ -50,23 +54,16 @@ def diagnose(
     config = subject.workspace.config
     rate = router_rate if router_rate is not None else config.router.lr
     sample = Sample(subject.clients[:clients], batches, config.training.batch_size)
-    sections: dict[str, tuple[bool, bool, Callable[[], Any]]] = {  # needs labels, needs a router
-        "conflict": (True, False, lambda: measure_conflict(subject, sample, console)),
-        "contamination": (True, True, lambda: measure_contamination(subject)),
-        "effective_budget": (False, True, lambda: measure_budget(subject)),
-        "router_paths": (False, True, lambda: measure_paths(subject, sample, rate, console)),
-        "routing_risk": (True, True, lambda: measure_risk(subject, sample, console)),
-    }
     routed = subject.state.router is not None and subject.state.layout.experts > 1
     refused = {}
-    for name, (labels, router, _) in sections.items():
+    for name, (labels, router) in NEEDS.items():
         if router and not routed:
             refused[name] = NEEDS_ROUTER.format(method=config.method)
         elif labels and not subject.labelled:
             refused[name] = NEEDS_LABELS
-    if len(refused) == len(sections):
+    if len(refused) == len(NEEDS):
         raise UserError(f"there is nothing to diagnose in {folder}: conflict {refused['conflict']}")
-    result: dict[str, Any] = {
+    found: Diagnosis = {
         "schema": SCHEMA,
         "method": config.method,
         "round": subject.round,
@@ -79,21 +76,21 @@ def diagnose(
             "batches": batches,
             "batch_size": sample.batch_size,
         },
+        "refused": refused,
+        "seconds": 0.0,
+        "verdicts": [],
     }
-    result |= {name: measure() for name, (_, _, measure) in sections.items() if name not in refused}
-    result |= {"refused": refused, "seconds": round(time.monotonic() - started, 1)}
-    result = _plain(result)
-    result["verdicts"] = verdicts(result)
-    RunFolder(folder).write_json("diagnostics.json", result)
-    return result
-
-
-def _plain(value: Any) -> Any:
-    """JSON as every reader takes it: lists for arrays, null for what is not a number."""
-    if isinstance(value, dict):
-        return {key: _plain(item) for key, item in value.items()}
-    if isinstance(value, list | tuple | np.ndarray):
-        return [_plain(item) for item in value]
-    if isinstance(value, np.generic):
-        value = value.item()
-    return None if isinstance(value, float) and not math.isfinite(value) else value
+    if "conflict" not in refused:
+        found["conflict"] = measure_conflict(subject, sample, console)
+    if "contamination" not in refused:
+        found["contamination"] = measure_contamination(subject)
+    if "effective_budget" not in refused:
+        found["effective_budget"] = measure_budget(subject)
+    if "router_paths" not in refused:
+        found["router_paths"] = measure_paths(subject, sample, rate, console)
+    if "routing_risk" not in refused:
+        found["routing_risk"] = measure_risk(subject, sample, console)
+    found["verdicts"] = verdicts(found)
+    found["seconds"] = round(time.monotonic() - started, 1)
+    RunFolder(folder).write_json("diagnostics.json", found)
+    return found

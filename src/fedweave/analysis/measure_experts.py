@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+import math
 
 import numpy as np
 import torch
@@ -16,6 +16,15 @@ from fedweave.analysis.contamination import (
     mixture_contamination,
     routed_weight,
 )
+from fedweave.analysis.diagnosis import (
+    BucketConflict,
+    BudgetReport,
+    ConflictFigures,
+    ContaminationFigures,
+    ContaminationReport,
+    Number,
+    UnitConflict,
+)
 from fedweave.analysis.gradients import GradientMeter, pooled, sample_lane
 from fedweave.analysis.subject import Sample, Subject
 from fedweave.console import Console
@@ -24,7 +33,7 @@ from fedweave.federation.state import ServerState
 from fedweave.router.mlp import RouterLayout
 
 
-def measure_conflict(subject: Subject, sample: Sample, console: Console) -> dict[str, Any]:
+def measure_conflict(subject: Subject, sample: Sample, console: Console) -> dict[str, ConflictFigures]:
     """Γ for an adapter that all patterns would share, fresh or merged from the experts, and for the run's own
     experts and router. A pattern's examples are drawn from all clients, as many as a sampled bucket of each."""
     state, compute, config = subject.state, subject.workspace.engine.compute, subject.workspace.config
@@ -62,38 +71,45 @@ def measure_conflict(subject: Subject, sample: Sample, console: Console) -> dict
     return {name: _conflicts(subject, rows.double()) for name, rows in found.items()}
 
 
-def _conflicts(subject: Subject, gradients: torch.Tensor) -> dict[str, Any]:
+def _conflicts(subject: Subject, gradients: torch.Tensor) -> ConflictFigures:
     """Γ of every client and bucket from the patterns' gradients [K, columns]."""
     gram = (gradients @ gradients.T).numpy()
     norms = np.sqrt(np.diag(gram))
 
-    def figures(counts: np.ndarray) -> dict[str, float]:
-        shares = counts / counts.sum()
+    def unit(shares: np.ndarray) -> UnitConflict:
         return {"gamma": conflict(gram, shares), "cancelled": cancelled(gram, shares)}
 
-    clients: dict[str, dict[str, float]] = {}
-    buckets: dict[str, list[dict[str, float]]] = {}
-    for client in subject.clients:
-        clients[client.name] = figures(subject.mixture(client))
-        buckets[client.name] = []
-        for members in client.buckets:
-            counts = subject.mixture(client, members)
-            shares = counts / counts.sum()
-            extra = {"off_dominant": 1 - shares.max(), "bound": pure_bucket_bound(shares, float(norms.max()))}
-            buckets[client.name].append({**figures(counts), **extra})
+    def bucket(shares: np.ndarray) -> BucketConflict:
+        off, bound = 1 - float(shares.max()), pure_bucket_bound(shares, float(norms.max()))
+        return {**unit(shares), "off_dominant": off, "bound": bound}
+
+    clients = {client.name: unit(_shares(subject.mixture(client))) for client in subject.clients}
+    buckets = {
+        client.name: [bucket(_shares(subject.mixture(client, members))) for members in client.buckets]
+        for client in subject.clients
+    }
     every = [b for rows in buckets.values() for b in rows]
     sizes = [len(b) for client in subject.clients for b in client.buckets]
     return {
-        "norms": norms,
-        "cosines": cosines(gram),
+        "norms": norms.tolist(),
+        "cosines": cosines(gram).tolist(),
         "clients": clients,
         "buckets": buckets,
-        "client_cancelled": np.average(
-            [c["cancelled"] for c in clients.values()], weights=list(map(len, subject.clients))
+        "client_cancelled": float(
+            np.average([c["cancelled"] for c in clients.values()], weights=list(map(len, subject.clients)))
         ),
-        "bucket_cancelled": np.average([b["cancelled"] for b in every], weights=sizes),
+        "bucket_cancelled": float(np.average([b["cancelled"] for b in every], weights=sizes)),
         "bound_holds": all(b["gamma"] <= b["bound"] * (1 + 1e-9) + 1e-30 for b in every),
     }
+
+
+def _shares(counts: np.ndarray) -> np.ndarray:
+    return counts / counts.sum()
+
+
+def _numbers(values: np.ndarray) -> list[Number]:
+    """As every reader of JSON takes them: null for what is not a number."""
+    return [x if math.isfinite(x) else None for x in values.tolist()]
 
 
 def matching(subject: Subject) -> tuple[Matching, np.ndarray]:
@@ -113,7 +129,7 @@ def _routed(subject: Subject, state: ServerState, upload: np.ndarray) -> np.ndar
     return routed_weight(gates, unit, pattern, subject.step_share, upload, patterns)
 
 
-def measure_contamination(subject: Subject) -> dict[str, Any]:
+def measure_contamination(subject: Subject) -> ContaminationReport:
     """χ_m, its parts and its client-level counterparts, for every kept round."""
     matched, held = matching(subject)
     dominant = held.argmax(1)
@@ -121,39 +137,40 @@ def measure_contamination(subject: Subject) -> dict[str, Any]:
     mixtures = np.stack([subject.mixture(client) for client in subject.clients])
     aligned = np.zeros((len(subject.clients), subject.state.layout.experts))
     np.add.at(aligned, (owner, subject.anchor), held.sum(1))
-    rounds = {}
+    rounds: dict[str, ContaminationFigures] = {}
     for t, state in sorted(subject.states.items()):
         found = contamination(_routed(subject, state, subject.upload()), dominant, subject.anchor, matched.target)
         whole = contamination(
             _routed(subject, state, subject.upload(whole_clients=True)), dominant, subject.anchor, matched.target
         )
         rounds[str(t)] = {
-            "chi": found.chi,
-            "local": found.local,
-            "misalignment": found.misalignment,
-            "leakage": found.leakage,
-            "client": whole.chi,
+            "chi": _numbers(found.chi),
+            "local": _numbers(found.local),
+            "misalignment": _numbers(found.misalignment),
+            "leakage": _numbers(found.leakage),
+            "client": _numbers(whole.chi),
             "lemma_holds": found.lemma_holds,
         }
     return {
         "clean": matched.clean,
         "target": [subject.patterns[k] for k in matched.target],
         "oracle": {name: int(m) for name, m in zip(subject.patterns, matched.oracle, strict=True)},
-        "client_mixture": mixture_contamination(mixtures, aligned, matched.target),
+        "client_mixture": _numbers(mixture_contamination(mixtures, aligned, matched.target)),
         "rounds": rounds,
     }
 
 
-def measure_budget(subject: Subject) -> dict[str, Any]:
+def measure_budget(subject: Subject) -> BudgetReport:
     """A_{m,U} and the mean routed weight behind it."""
     training = subject.workspace.config.training
     weight = {t: _routed(subject, s, subject.upload()).sum((0, 1)) for t, s in sorted(subject.states.items())}
     steps = subject.completed * training.local_steps
     budget = effective_budget(weight, subject.completed, training.local_steps, training.lr)
+    mean = budget / (training.lr * steps) if training.lr * steps > 0 else next(iter(weight.values()))
     return {
         "rate": training.lr,
         "steps": steps,
-        "budget": budget,
-        "mean_weight": budget / (training.lr * steps) if training.lr * steps > 0 else next(iter(weight.values())),
-        "weight_by_round": {str(t): values for t, values in weight.items()},
+        "budget": budget.tolist(),
+        "mean_weight": mean.tolist(),
+        "weight_by_round": {str(t): values.tolist() for t, values in weight.items()},
     }

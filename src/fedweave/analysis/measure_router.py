@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict
-from typing import Any
-
 import numpy as np
 import torch
 
+from fedweave.analysis.diagnosis import ClientPaths, ClientRisk, PathsReport, RiskReport
 from fedweave.analysis.gradients import GradientMeter, sample_lane
 from fedweave.analysis.measure_experts import matching
 from fedweave.analysis.routing_risk import deficit, margin_risk, sparse_risk
@@ -21,7 +19,7 @@ from fedweave.streams import stream_key
 from fedweave.training.schedule import interleave
 
 
-def measure_paths(subject: Subject, sample: Sample, rate: float, console: Console) -> dict[str, Any]:
+def measure_paths(subject: Subject, sample: Sample, rate: float, console: Console) -> PathsReport:
     """Persistent against reset-and-average for every sampled client with more than one bucket."""
     state, config = subject.state, subject.workspace.config
     assert state.router is not None
@@ -29,7 +27,7 @@ def measure_paths(subject: Subject, sample: Sample, rate: float, console: Consol
     chosen = [client for client in sample.clients if len(client.buckets) > 1]
     steps = config.training.local_steps
     bar = console.progress("router paths", len(chosen) * (steps + 1), "steps")
-    clients = {}
+    clients: dict[str, ClientPaths] = {}
     for client in chosen:
         sizes = np.array([len(b) for b in client.buckets])
         start, shares = subject.phi(client, state).double().cpu().numpy(), sizes / sizes.sum()
@@ -61,12 +59,12 @@ def measure_paths(subject: Subject, sample: Sample, rate: float, console: Consol
     return {"steps": steps, "rate": rate, "clients": clients}
 
 
-def measure_risk(subject: Subject, sample: Sample, console: Console) -> dict[str, Any]:
+def measure_risk(subject: Subject, sample: Sample, console: Console) -> RiskReport:
     """S_i and margin risk on all examples; the sparse-risk bound on a sample of each sampled client."""
     workspace, state = subject.workspace, subject.state
     model = served_models(workspace, state)[0]
     matched, _ = matching(subject)
-    clients: dict[str, dict[str, Any]] = {}
+    clients: dict[str, ClientRisk] = {}
     weights, oracle = {}, {}
     for client in subject.clients:
         w = model.weights(client.data.features).double().numpy()
@@ -92,11 +90,19 @@ def measure_risk(subject: Subject, sample: Sample, console: Console) -> dict[str
         each = losses.double().numpy()  # [n, M + 1], the soft mixture last
         risk = sparse_risk(w, oracle[client.index][rows], each[:, :-1], each[:, -1])
         clients[client.name]["sparse"] = {
-            **asdict(risk),
+            "deficit": risk.deficit,
+            "margin_risk": risk.margin_risk,
+            "mismatch": risk.mismatch,
+            "soft": risk.soft,
+            "sparse": risk.sparse,
+            "oracle": risk.oracle,
+            "worst": risk.worst,
+            "gap": risk.gap,
+            "mix": risk.mix,
             "examples": len(rows),
             "excess": risk.excess,
             "margin_bound": risk.margin_bound,
-            "bound": risk.bound,
+            "bound": risk.bound if risk.calibrated else None,
             "calibrated": risk.calibrated,
             "chain_holds": risk.chain_holds,
         }

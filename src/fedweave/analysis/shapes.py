@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -14,8 +14,11 @@ from fedweave.errors import UserError, first_line
 from fedweave.experts.layout import AdapterLayout
 from fedweave.training.memory import activation_numbers
 
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig, PreTrainedModel
+
 # The paper's two backbones (gated on the hub) and the default model, so that costs need neither hub nor files.
-BUILT_IN: dict[str, dict[str, Any]] = {
+BUILT_IN: dict[str, dict[str, int | str]] = {
     "meta-llama/Llama-3.2-3B": {
         "model_type": "llama", "hidden_size": 3072, "num_hidden_layers": 28, "num_attention_heads": 24,
         "num_key_value_heads": 8, "head_dim": 128, "intermediate_size": 8192, "vocab_size": 128256,
@@ -36,8 +39,8 @@ class ModelShape:
     """What costs depend on."""
 
     name: str
-    model: Any  # on the meta device: modules with shapes and no numbers
-    config: Any
+    model: PreTrainedModel  # on the meta device: modules with shapes and no numbers
+    config: PretrainedConfig  # of its text side
 
     @property
     def width(self) -> int:
@@ -70,7 +73,7 @@ def model_shape(name: str, revision: str | None = None) -> ModelShape:
     return ModelShape(name, model, config.get_text_config())
 
 
-def _config(name: str, revision: str | None) -> Any:
+def _config(name: str, revision: str | None) -> PretrainedConfig:
     from transformers import AutoConfig
 
     path = Path(name).expanduser()

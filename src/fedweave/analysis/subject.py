@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from fedweave.console import Console
-from fedweave.data.jsonl import UNLABELLED
+from fedweave.data.rows import UNLABELLED
 from fedweave.errors import UserError
 from fedweave.federation.client import Client
 from fedweave.federation.method import Method
@@ -131,6 +131,11 @@ class Subject:
 def open_subject(folder: Path, which: str, console: Console) -> Subject:
     """Load a run without changing it; ``which`` of its states is under diagnosis: best, last or start."""
     run, config = RunFolder.open(folder)
+    if config.engine == "flower":
+        raise UserError(
+            f"the clients of {folder} are sites, whose examples the server never saw, and a diagnosis needs them; "
+            "simulate such a federation with engine=in-process."
+        )
     found = list(run.snapshots(console))
     if not found:
         raise UserError(f"{folder} has no checkpoint yet; finish it with `fedweave resume {folder}`.")

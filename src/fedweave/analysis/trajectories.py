@@ -7,10 +7,11 @@ same start, and the states are averaged. R_c is bucket c's loss, π_c its share,
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, fields
-from typing import Any
+from dataclasses import dataclass, field
 
 import numpy as np
+
+from fedweave.analysis.diagnosis import PathFigures
 
 # (states [B, Q], bucket of each [B]) -> (losses [B], gradients of R_bucket [B, Q])
 Gradient = Callable[[np.ndarray, np.ndarray], tuple[np.ndarray, np.ndarray]]
@@ -52,11 +53,19 @@ class RouterPaths:
         pairs = zip(self.consensus_error, self.dispersion, strict=False)
         return all(e <= self.smoothness**2 * d * (1 + 1e-6) + 1e-30 for e, d in pairs)
 
-    def figures(self) -> dict[str, Any]:
+    def figures(self) -> PathFigures:
         """Everything but the vectors."""
-        named = {f.name: getattr(self, f.name) for f in fields(self) if f.name != "first_gradients"}
         return {
-            **named,
+            "rate": self.rate,
+            "heterogeneity": self.heterogeneity,
+            "order_bias": self.order_bias,
+            "net_order_bias": self.net_order_bias,
+            "dispersion": self.dispersion,
+            "consensus_error": self.consensus_error,
+            "smoothness": self.smoothness,
+            "loss_start": self.loss_start,
+            "loss_persistent": self.loss_persistent,
+            "loss_reset": self.loss_reset,
             "order_term": self.order_term(),
             "consensus_term": self.consensus_term(),
             "first_step_ratio": self.first_step_ratio,

@@ -165,30 +165,26 @@ def linear_layers(model: Any, targets: Sequence[str], title: str) -> dict[str, t
 
 def load_backbone(config: BackboneConfig) -> Backbone:
     """Find, load and freeze the model that ``config`` names."""
-    from transformers import AutoModelForCausalLM, AutoTokenizer
+    from transformers import AutoModelForCausalLM
     from transformers.utils import logging as hf_logging
 
     device = pick_device(config.device)
     dtype = pick_dtype(config.dtype, device)
     located = locate(config.model, config.revision)
     hf_logging.disable_progress_bar()
+    tokenizer = load_tokenizer(located.path, config.model)
     try:
-        tokenizer = AutoTokenizer.from_pretrained(located.path)
         model, info = AutoModelForCausalLM.from_pretrained(located.path, dtype=dtype, output_loading_info=True)
         if info["missing_keys"]:
             raise ValueError(f"the files lack {sorted(info['missing_keys'])[0]}")
     except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
         reason = first_line(error)
         raise UserError(f"backbone.model={config.model} cannot be loaded: {reason}") from error
-    if not getattr(tokenizer, "is_fast", False):
-        raise UserError(f"backbone.model={config.model} has no fast tokenizer, which FedWeave needs.")
     if not getattr(model, "_supports_attention_backend", False):
         raise UserError(
             f"backbone.model={config.model}: the architecture {type(model).__name__} does not let its attention "
             "be replaced, which packed training needs; choose a Llama, Qwen, Gemma or Mistral type model."
         )
-    if tokenizer.pad_token is None:
-        tokenizer.pad_token = tokenizer.eos_token
     return Backbone(
         model=model.to(device),
         tokenizer=tokenizer,
@@ -198,6 +194,25 @@ def load_backbone(config: BackboneConfig) -> Backbone:
         device=device,
         fused=config.fused,
     )
+
+
+def load_prompts(config: BackboneConfig) -> PromptFormat:
+    """How the model that ``config`` names reads text, without its weights."""
+    return PromptFormat(load_tokenizer(locate(config.model, config.revision).path, config.model), config)
+
+
+def load_tokenizer(path: str, name: str) -> Any:
+    from transformers import AutoTokenizer
+
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(path)
+    except (OSError, ValueError, KeyError, RuntimeError) as error:
+        raise UserError(f"backbone.model={name} cannot be loaded: {first_line(error)}") from error
+    if not getattr(tokenizer, "is_fast", False):
+        raise UserError(f"backbone.model={name} has no fast tokenizer, which FedWeave needs.")
+    if tokenizer.pad_token is None:
+        tokenizer.pad_token = tokenizer.eos_token
+    return tokenizer
 
 
 def pick_device(name: str) -> torch.device:

@@ -10,15 +10,18 @@ Too long? The prompt's words lose tokens from their beginning; the template and 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
+from jinja2 import TemplateError
 
 from fedweave.config import BackboneConfig
-from fedweave.data.examples import Example, Prompt
-from fedweave.errors import UserError
+from fedweave.data.examples import Example, Message, Prompt
+from fedweave.errors import UserError, first_line
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -39,6 +42,13 @@ class Encoded:
 
 class LongAnswer(UserError):
     """The answer leaves no room for its prompt."""
+
+
+class RefusedChat(UserError):
+    """The model's chat template takes no such messages."""
+
+
+RESPONSE = "\n\nResponse:"  # what follows a plain prompt
 
 
 class PromptFormat:
@@ -67,14 +77,11 @@ class PromptFormat:
 
     def render(self, prompt: Prompt) -> tuple[str, int, int]:
         """The prompt as the model reads it, and the character span of the user's own words in it."""
+        text = self._write(prompt)
         if self.kind == "plain":
-            words = prompt if isinstance(prompt, str) else "\n\n".join(m["content"] for m in prompt)
-            words = words.rstrip()
-            return f"{words}\n\nResponse:", 0, len(words)
-        messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else list(prompt)
-        text = self.tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+            return text, 0, len(text) - len(RESPONSE)
         # Where the template puts the words: render once more with marks that it cannot contain itself.
-        marked = [dict(m) for m in messages]
+        marked = [dict(m) for m in _turns(prompt)]
         asked = [m for m in marked if m["role"] != "system"]
         lead = len(asked[0]["content"]) - len(asked[0]["content"].lstrip())
         asked[0]["content"] = asked[0]["content"][:lead] + "\ue000" + asked[0]["content"][lead:]
@@ -85,6 +92,14 @@ class PromptFormat:
         if shadow.replace("\ue000", "").replace("\ue001", "") != text or first < 0 or last < first:
             return text, 0, len(text)  # the template rewrote the words: pool over all of it
         return text, first, last
+
+    def _write(self, prompt: Prompt) -> str:
+        if self.kind == "plain":
+            return "\n\n".join(m["content"] for m in _turns(prompt)).rstrip() + RESPONSE
+        try:
+            return self.tokenizer.apply_chat_template(_turns(prompt), tokenize=False, add_generation_prompt=True)
+        except TemplateError as error:  # some know no system role, or insist on an order of roles
+            raise RefusedChat(f"messages: the chat template refuses them ({first_line(error)}).") from None
 
     def _end_token(self) -> int | None:
         """The token that truly ends an answer: what the chat template puts behind it, else EOS."""
@@ -104,7 +119,9 @@ class PromptFormat:
 
     def encode_prompts(self, prompts: Sequence[Prompt]) -> list[EncodedPrompt]:
         """Tokens of prompts alone, as discovery, the router and generation read them."""
-        return [self._fit(ids, span, self.max_length) for ids, span in self._tokenise(prompts)]
+        return [
+            self._fit(ids, span, self.max_length) for ids, span in self._tokenise(list(map(self.render, prompts)))
+        ]
 
     def encode_raw(self, text: str | Sequence[int]) -> EncodedPrompt:
         """A text, or tokens, exactly as given: no template, nothing cut."""
@@ -115,7 +132,7 @@ class PromptFormat:
 
     def encode(self, examples: Sequence[Example]) -> list[Encoded]:
         """Tokens of prompt and answer, as training and teacher-forced evaluation read them."""
-        prompts = self._tokenise([e.prompt for e in examples])
+        prompts = self._tokenise([self._row(self.render, e) for e in examples])
         answers = self._answers(examples)
         out = []
         for example, (ids, span), answer in zip(examples, prompts, answers, strict=True):
@@ -137,8 +154,23 @@ class PromptFormat:
             )
         return out
 
-    def _tokenise(self, prompts: Sequence[Prompt]) -> list[tuple[list[int], tuple[int, int]]]:
-        rendered = [self.render(p) for p in prompts]
+    def sizes(self, examples: Sequence[Example]) -> list[tuple[int, int]]:
+        """Tokens of each rendered prompt and of its answer with nothing cut, counted without looking at them."""
+        texts = [self._row(self._write, e) for e in examples]
+        prompts = self.tokenizer.backend_tokenizer.encode_batch_fast(texts, add_special_tokens=self.kind == "plain")
+        return [(len(p), len(a)) for p, a in zip(prompts, self._answers(examples), strict=True)]
+
+    def _row(self, read: Callable[[Prompt], T], example: Example) -> T:
+        """``read`` of a row's prompt; a refusal names the row."""
+        try:
+            return read(example.prompt)
+        except RefusedChat as error:
+            raise RefusedChat(
+                f"{example.origin}: {str(error).rstrip('.')}; put the system message into the user's, let user and "
+                "assistant take turns, or set backbone.prompt=plain."
+            ) from None
+
+    def _tokenise(self, rendered: Sequence[tuple[str, int, int]]) -> list[tuple[list[int], tuple[int, int]]]:
         if not rendered:
             return []
         # A chat template writes its own BOS; a plain prompt takes the tokenizer's.
@@ -177,3 +209,7 @@ class PromptFormat:
         kept = np.array(ids[:start] + ids[start + excess :], dtype=np.int32)
         pool = (start, end - excess) if self.pool == "content" else (0, len(kept))
         return EncodedPrompt(kept, pool, excess > 0)
+
+
+def _turns(prompt: Prompt) -> list[Message]:
+    return [{"role": "user", "content": prompt}] if isinstance(prompt, str) else list(prompt)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
 
 import torch
 from safetensors import SafetensorError
@@ -14,11 +13,12 @@ from fedweave.errors import UserError
 from fedweave.evaluation.losses import serving_weights
 from fedweave.experts.layout import AdapterLayout
 from fedweave.inference.model import FedWeaveModel
+from fedweave.schema import Description
 
 _PROBE = "Fix the grammar, then say in one word how many hats Mia has: She have 3 hat and find 4 more."
 
 
-def write_adapter(folder: Path, tensors: dict[str, torch.Tensor], description: dict[str, Any]) -> None:
+def write_adapter(folder: Path, tensors: dict[str, torch.Tensor], description: Description) -> None:
     """Only what every loader understands: LoRA on named linear layers, no bias, no modules to save, no variants.
     PEFT scales by alpha / rank, and ours is the scale of one expert: a higher rank needs a higher alpha. vLLM also
     asks that ``base_model_name_or_path`` is the very name of the model that it serves."""

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from fedweave.config import Config
 from fedweave.inference.model import FedWeaveModel
+from fedweave.schema import Description, Summary, ValidationEvent
 
 _VLLM_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # what --max-lora-rank may be
 
@@ -19,7 +19,8 @@ class Origin:
     config: Config
     round: int
     clients: int
-    summary: dict[str, Any] | None  # None until the run has ended
+    summary: Summary | None  # None until the run has ended
+    validation: ValidationEvent | None  # of that round, where one was measured
 
 
 def model_card(model: FedWeaveModel, origin: Origin) -> str:
@@ -34,15 +35,15 @@ def model_card(model: FedWeaveModel, origin: Origin) -> str:
         "router that picks an expert for every prompt.",
         "",
         *_data(origin),
-        *_results(origin.summary, model.backbone.note),
+        *_results(origin, model.backbone.note),
         *_privacy(config),
         *_loading(config, model),
     ]
     return "\n".join(lines)
 
 
-def soft_card(description: dict[str, Any], weights: Sequence[float]) -> str:
-    model = description["backbone"]["model"]
+def soft_card(description: Description, weights: Sequence[float]) -> str:
+    model = str(description["backbone"]["model"])
     mixture = ", ".join(f"{w:g} × expert {m}" for m, w in enumerate(weights))
     rank = description["rank"] * description["experts"] + description.get("shared", 0)
     lines = [
@@ -57,8 +58,8 @@ def soft_card(description: dict[str, Any], weights: Sequence[float]) -> str:
     return "\n".join(lines)
 
 
-def merged_card(description: dict[str, Any], expert: int, prompt: str) -> str:
-    model = description["backbone"]["model"]
+def merged_card(description: Description, expert: int, prompt: str) -> str:
+    model = str(description["backbone"]["model"])
     rendering = (
         "the tokenizer's chat template"
         if prompt == "chat"
@@ -103,20 +104,25 @@ def _data(origin: Origin) -> list[str]:
         "paper": "CoEdIT, GSM8K, TweetEval (sentiment) and ARC-Challenge",
         "tasks": "a benchmark's tasks",
         "jsonl": "the clients' own files",
+        "sites": "each a site with data of its own, which never left it",
     }
     text = f"{origin.clients} clients, {sources[config.data.source]}"
     if summary:
         text += f"; {summary['examples']} training examples in {summary['buckets']} buckets"
-    if config.data.source != "jsonl":
+    if config.data.source in ("sample", "paper"):
         text += f"; task mixtures drawn from a Dirichlet distribution with α = {config.data.alpha:g}"
     return ["## Data", "", f"{text}. Prompts are rendered as `{config.backbone.prompt}`.", ""]
 
 
-def _results(summary: dict[str, Any] | None, note: str) -> list[str]:
+def _results(origin: Origin, note: str) -> list[str]:
     """Test figures and the routing table of a finished run, with the remarks that belong beside them."""
-    if summary is None:
-        return [f"> {note}", ""] if note else []
-    best = summary["test"]["best"]
+    summary, measured = origin.summary, origin.validation
+    notes = summary["notes"] if summary else [note] if note else []
+    remarks = [*(f"> {text}" for text in notes), ""] if notes or summary else []
+    tested = [summary["test"].get("best"), summary["test"].get("last")] if summary else []
+    best = next((one for one in tested if one and one.get("round") == origin.round), None)
+    if summary is None or best is None:
+        return [*(_sites(measured) if measured and "sites" in measured else []), *remarks]
     used, scores = best["used"], best.get("score", {})
     lines = ["## Test", "", f"| task | score | loss ({used}) |", "|---|---|---|"]
     for task, loss in best["loss"][used].items():
@@ -132,7 +138,15 @@ def _results(summary: dict[str, Any] | None, note: str) -> list[str]:
         f"| {summary['tasks'][task]} | " + " | ".join(f"{w:.2f}" for w in row) + " |"
         for task, row in best["routing"].items()
     ]
-    return [*lines, "", *(f"> {note}" for note in summary["notes"]), ""]
+    return [*lines, "", *remarks]
+
+
+def _sites(measured: ValidationEvent) -> list[str]:
+    """What a federation knows whose server has no test set."""
+    rows = [f"| {name} | {loss:.3f} |" for name, loss in measured["sites"].items()]
+    intro = "The server has no test set. Each site measured the loss on examples that it kept back:"
+    return ["## Validation", "", intro, "", "| site | loss |", "|---|---|", *rows,
+            f"| all sites | {measured['loss']:.3f} |", ""]  # fmt: skip
 
 
 def _privacy(config: Config) -> list[str]:

@@ -15,9 +15,7 @@ import json
 import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict
 from pathlib import Path
-from typing import Any
 
 import torch
 from safetensors.torch import save_file
@@ -27,12 +25,14 @@ from fedweave.bundle.card import Origin, merged_card, model_card, soft_card
 from fedweave.errors import UserError
 from fedweave.files import atomic_folder, file_sha256
 from fedweave.inference.model import FedWeaveModel
+from fedweave.router.mlp import RouterLayout
+from fedweave.schema import Description, RouterShape
 from fedweave.settings import to_tree
 
 SCHEMA = 1
 
 
-def write_bundle(target: Path, model: FedWeaveModel, origin: Origin) -> dict[str, Any]:
+def write_bundle(target: Path, model: FedWeaveModel, origin: Origin) -> Description:
     """A model as a bundle; returns what fedweave.json holds."""
     description = describe(model, origin)
     layout = model.mixture.layout
@@ -50,8 +50,8 @@ def write_bundle(target: Path, model: FedWeaveModel, origin: Origin) -> dict[str
     return description
 
 
-def write_soft(target: Path, model: FedWeaveModel, description: dict[str, Any], weights: Sequence[float]) -> None:
-    """One PEFT adapter of rank M·r + R: the experts side by side, each B scaled by its weight, and what is shared."""
+def write_soft(target: Path, model: FedWeaveModel, description: Description, weights: Sequence[float]) -> None:
+    """One PEFT adapter of rank M·r + R: the experts side by side, each B with its weight, and what they share."""
     layout = model.mixture.layout
     gates = mixture_weights(weights, layout.experts)
     with _new_folder(target) as partial:
@@ -61,7 +61,7 @@ def write_soft(target: Path, model: FedWeaveModel, description: dict[str, Any], 
         (partial / "README.md").write_text(soft_card(description, gates.tolist()), encoding="utf-8")
 
 
-def write_merged(target: Path, model: FedWeaveModel, description: dict[str, Any], expert: int) -> None:
+def write_merged(target: Path, model: FedWeaveModel, description: Description, expert: int) -> None:
     """A dense model folder: the backbone with one expert, and what it shares, added into its weights."""
     layout, backbone = model.mixture.layout, model.backbone
     if not 0 <= expert < layout.experts:
@@ -93,7 +93,7 @@ def mixture_weights(weights: Sequence[float], experts: int) -> torch.Tensor:
     return gates
 
 
-def describe(model: FedWeaveModel, origin: Origin) -> dict[str, Any]:
+def describe(model: FedWeaveModel, origin: Origin) -> Description:
     """Everything that loading needs and that the tensors do not say."""
     config, layout = origin.config, model.mixture.layout
     return {
@@ -108,7 +108,7 @@ def describe(model: FedWeaveModel, origin: Origin) -> dict[str, Any]:
         "shared": layout.shared,
         "alpha": config.experts.alpha,
         "target_modules": list(config.experts.target_modules),
-        "router": asdict(model.experts.router) if model.experts.router else None,
+        "router": _shape(model.experts.router) if model.experts.router else None,
         "shares": model.experts.shares,
         "feature": "mean over prompt tokens of the bare backbone's last hidden states, after the final norm",
     }
@@ -118,6 +118,10 @@ def require_new(target: Path) -> None:
     """What exists is never written over; worth a look before a model is loaded."""
     if target.exists():
         raise UserError(f"{target} exists; choose another folder.")
+
+
+def _shape(router: RouterLayout) -> RouterShape:
+    return {"width": router.width, "hidden": router.hidden, "experts": router.experts, "scale": router.scale}
 
 
 @contextmanager

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -18,6 +17,7 @@ from fedweave.files import file_sha256
 from fedweave.inference.model import FedWeaveModel
 from fedweave.router.mlp import RouterLayout
 from fedweave.router.routed import RoutedExperts
+from fedweave.schema import Description
 from fedweave.settings import build
 
 
@@ -34,10 +34,10 @@ def load_bundle(folder: Path, model: str | None = None, device: str = "auto") ->
     return FedWeaveModel(backbone, Mixture(layers, experts.layout, description["alpha"]), experts)
 
 
-def verify_bundle(folder: Path) -> dict[str, Any]:
+def verify_bundle(folder: Path) -> Description:
     """What fedweave.json says, once every file that it lists is there and unchanged."""
     try:
-        description = json.loads((folder / "fedweave.json").read_text(encoding="utf-8"))
+        description: Description = json.loads((folder / "fedweave.json").read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise UserError(f"{folder} is no bundle: fedweave.json cannot be read ({error}).") from None
     if not isinstance(description, dict) or description.get("schema") != 1:
@@ -51,7 +51,7 @@ def verify_bundle(folder: Path) -> dict[str, Any]:
     return description
 
 
-def bundle_backbone(description: dict[str, Any], model: str | None, device: str) -> BackboneConfig:
+def bundle_backbone(description: Description, model: str | None, device: str) -> BackboneConfig:
     settings = {**description["backbone"], "device": device, "dtype": "auto"}
     if model is not None:
         settings["model"] = model
@@ -59,7 +59,7 @@ def bundle_backbone(description: dict[str, Any], model: str | None, device: str)
 
 
 def read_experts(
-    folder: Path, description: dict[str, Any], backbone: Backbone, layers: dict[str, torch.nn.Linear]
+    folder: Path, description: Description, backbone: Backbone, layers: dict[str, torch.nn.Linear]
 ) -> RoutedExperts:
     """On the backbone's device; the backbone must be the one trained on."""
     if backbone.fingerprint != description["fingerprint"]:

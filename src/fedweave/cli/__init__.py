@@ -11,12 +11,12 @@ import sys
 from collections.abc import Sequence
 
 import fedweave
-from fedweave.cli import analyse, deliver, deploy, look, show, train, use
+from fedweave.cli import analyse, check, deliver, deploy, look, show, train, use
 from fedweave.cli.verbs import Verbs
 from fedweave.console import Console
 from fedweave.errors import UserError
 
-FAMILIES = (train, deploy, use, deliver, show, analyse, look)
+FAMILIES = (train, check, deploy, use, deliver, show, analyse, look)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -30,7 +30,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     console = Console(quiet=getattr(arguments, "quiet", False) or int(os.environ.get("RANK", 0)) > 0)
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "true")
     try:
-        arguments.run(arguments, console)
+        return arguments.run(arguments, console) or 0
     except UserError as error:
         print(f"fedweave: {error}", file=sys.stderr)
         return 2
@@ -40,7 +40,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     except BrokenPipeError:  # `fedweave … | head`
         sys.stderr.close()
         return 0
-    return 0
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 from pathlib import Path
-from typing import Any
+from typing import TypedDict
 
 from fedweave.cli.verbs import Verbs, last, quiet
 from fedweave.config import Config, from_tree, load_config, recipe_names
@@ -12,8 +12,7 @@ from fedweave.console import Console
 from fedweave.errors import UserError
 from fedweave.settings import read_yaml_value, to_tree
 
-# Short names of `fedweave budget`: what discovery will find, and the keys that decide costs.
-_FOUND = ("experts", "buckets", "precision", "served")
+# Short names of `fedweave budget` for keys that decide costs.
 _SHORT = {
     "rank": "experts.rank",
     "single_rank": "experts.single_rank",
@@ -53,7 +52,7 @@ def register(verbs: Verbs) -> None:
 
 def _diagnose(arguments: argparse.Namespace, console: Console) -> None:
     from fedweave.analysis.diagnose import diagnose
-    from fedweave.analysis.findings import render
+    from fedweave.analysis.verdicts import render
 
     which = "last" if arguments.last else "start" if arguments.start else "best"
     found = diagnose(arguments.folder, console, arguments.clients, arguments.batches, which, arguments.router_rate)
@@ -73,8 +72,9 @@ def _budget(arguments: argparse.Namespace, console: Console) -> None:
         if len(subjects) > 1 or any(not item.startswith("precision=") for item in settings):
             raise UserError("the budget of a run stands alone; only precision=… may be set beside it.")
         from fedweave.analysis.spent import run_costs
+        from fedweave.runs.reading import read_run
 
-        costs = run_costs(Path(runs[0]), *(item.partition("=")[2] for item in settings[-1:]))
+        costs = run_costs(read_run(Path(runs[0])), *(item.partition("=")[2] for item in settings[-1:]))
         budgets, discovers, spent = [costs.budget], costs.discovers, costs.spent
     else:
         from fedweave.analysis.budget import predict
@@ -96,26 +96,42 @@ def _budget(arguments: argparse.Namespace, console: Console) -> None:
     print("\n\n".join(parts))
 
 
-def _split(settings: list[str]) -> tuple[dict[str, Any], list[str]]:
+class _Found(TypedDict, total=False):
+    """What discovery is taken to find."""
+
+    experts: int
+    buckets: float
+    precision: str
+    served: int
+
+
+def _split(settings: list[str]) -> tuple[_Found, list[str]]:
     """(what discovery is taken to find, config overrides) from short and dotted keys."""
-    found: dict[str, Any] = {}
+    found: _Found = {}
     keys = []
     for item in settings:
         key, _, text = item.partition("=")
-        if key not in _FOUND:
-            keys.append(f"{_SHORT.get(key, key)}={text}")
-        elif key == "precision":
-            found[key] = text
-        else:
-            value = read_yaml_value(text, key)
-            if not isinstance(value, int | float) or isinstance(value, bool) or value < 1:
-                raise UserError(f"{key} must be a number of at least 1, not {text!r}.")
-            if key != "buckets" and value != int(value):
+        if key == "precision":
+            found["precision"] = text
+        elif key == "buckets":
+            found["buckets"] = _count(key, text)
+        elif key in ("experts", "served"):
+            count = _count(key, text)
+            if count != int(count):
                 raise UserError(f"{key} must be a whole number, not {text!r}.")
-            found[key] = value
+            found["experts" if key == "experts" else "served"] = int(count)
+        else:
+            keys.append(f"{_SHORT.get(key, key)}={text}")
     if found.get("served", 1) > found.get("experts", 4):
         raise UserError("served cannot exceed experts: it is how many of them a client has buckets for.")
     return found, keys
+
+
+def _count(key: str, text: str) -> float:
+    value = read_yaml_value(text, key)
+    if not isinstance(value, int | float) or isinstance(value, bool) or value < 1:
+        raise UserError(f"{key} must be a number of at least 1, not {text!r}.")
+    return value
 
 
 def _config(subject: str, keys: list[str]) -> Config:

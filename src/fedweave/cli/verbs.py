@@ -9,7 +9,7 @@ from collections.abc import Callable
 
 from fedweave.console import Console
 
-Run = Callable[[argparse.Namespace, Console], None]
+Run = Callable[[argparse.Namespace, Console], int | None]  # the exit code, where it is not 0
 
 
 class Verbs:

@@ -6,7 +6,6 @@ import json
 import os
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 from fedweave.compare.grid import Cell, Comparison, Outcome, Runner, cells, load_comparison
 from fedweave.compare.tables import Results, as_csv, choose_best, latex, markdown
@@ -14,6 +13,7 @@ from fedweave.console import Console
 from fedweave.errors import UserError
 from fedweave.federation.engines.distributed import world
 from fedweave.files import write_atomic
+from fedweave.schema import ComparedCell, Summary
 
 
 def compare(
@@ -45,7 +45,7 @@ def compare(
     )
 
 
-def _parts(finished: list[tuple[Cell, dict[str, Any]]], axis: str | None) -> dict[str, Results]:
+def _parts(finished: list[tuple[Cell, Summary]], axis: str | None) -> dict[str, Results]:
     """The results of every value of an axis; of everything, under no name, without one."""
     if axis is None:
         return {"": Results.of(finished)}
@@ -62,7 +62,7 @@ def _write(comparison: Comparison, outcome: Outcome, output: Path, console: Cons
     finished, text = outcome.finished, ""
     if not finished:
         return ""
-    everything = [
+    everything: list[ComparedCell] = [
         {"values": cell.values, "folder": os.path.relpath(folder, output), "summary": summary}
         for (cell, summary), folder in zip(finished, outcome.folders, strict=True)
     ]

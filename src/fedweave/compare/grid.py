@@ -15,14 +15,17 @@ import traceback
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 from fedweave.config import RECIPES, Config, load_config, recipe_names
 from fedweave.console import Console
 from fedweave.errors import UserError, nearest
+from fedweave.runs.reading import read_json
 from fedweave.runs.run import resume, start
 from fedweave.runs.workspace import Kept
+from fedweave.schema import ConfigTree, Summary
 from fedweave.settings import read_yaml, to_tree
+
+Known = tuple[Path, Summary | None]  # a finished run's folder and summary; None: another process has it
 
 COMPARISONS = RECIPES / "compare"
 _KEYS = ["recipe", "axes", "set", "per", "best_of", "tables"]
@@ -33,7 +36,7 @@ class Comparison:
     """What to run."""
 
     recipe: str
-    axes: dict[str, list[Any]]  # config key -> values
+    axes: dict[str, list[object]]  # config key -> values
     settings: list[str] = field(default_factory=list)  # overrides of every cell
     best_of: str | None = None  # an axis of which each method gets its best value, by validation loss
     per: dict[str, list[str]] = field(default_factory=dict)  # "method=fedit" -> overrides of those cells alone
@@ -44,7 +47,7 @@ class Comparison:
 class Cell:
     """One run of the grid."""
 
-    values: dict[str, Any]  # axis -> value
+    values: dict[str, object]  # axis -> value
     config: Config
     folder: Path
 
@@ -58,16 +61,13 @@ class Cell:
         return _identity(to_tree(self.config))
 
     @property
-    def finished(self) -> dict[str, Any] | None:
+    def finished(self) -> Summary | None:
         """The summary of a finished run of exactly this config."""
-        file = self.folder / "summary.json"
-        if not file.is_file():
-            return None
-        summary = json.loads(file.read_text(encoding="utf-8"))
-        return summary if _identity(summary["config"]) == self.identity else None
+        summary: Summary | None = read_json(self.folder / "summary.json")
+        return summary if summary and _identity(summary["config"]) == self.identity else None
 
 
-def _identity(config: dict[str, Any]) -> str:
+def _identity(config: ConfigTree) -> str:
     return json.dumps({**config, "output": None}, sort_keys=True)
 
 
@@ -143,7 +143,7 @@ def cells(comparison: Comparison, output: Path) -> list[Cell]:
 class Outcome:
     """What became of a grid."""
 
-    finished: list[tuple[Cell, dict[str, Any]]] = field(default_factory=list)  # with their summaries
+    finished: list[tuple[Cell, Summary]] = field(default_factory=list)
     folders: list[Path] = field(default_factory=list)  # of the finished; may be another grid's
     failures: list[str] = field(default_factory=list)  # a sentence each
     left: list[Cell] = field(default_factory=list)  # not begun, because time was up
@@ -157,7 +157,7 @@ class Runner:
     def __init__(self, grids: dict[str, list[Cell]], console: Console, minutes: float | None = None):
         self.grids, self.console, self.minutes = grids, console, minutes
         self._kept = Kept()
-        self._known = {
+        self._known: dict[str, Known] = {
             c.identity: (c.folder, found)
             for grid in grids.values()
             for c in grid
@@ -184,11 +184,12 @@ class Runner:
             self._add(cell, known, outcomes[name])
         return outcomes
 
-    def _add(self, cell: Cell, known: tuple[Path, dict[str, Any]] | None, outcome: Outcome) -> None:
+    def _add(self, cell: Cell, known: Known | None, outcome: Outcome) -> None:
         try:
             folder, summary = known or (cell.folder, self._run(cell))
-            outcome.finished.append((cell, summary))
-            outcome.folders.append(folder)
+            if summary is not None:
+                outcome.finished.append((cell, summary))
+                outcome.folders.append(folder)
         except UserError as error:
             outcome.failures.append(f"{cell.title}: {error}")
         except Exception:  # one broken cell must not cost the others
@@ -203,7 +204,7 @@ class Runner:
         longest = max(self._spent[1:] or self._spent, default=0.0)
         return self.minutes is not None and spent + longest > 60 * self.minutes
 
-    def _run(self, cell: Cell) -> dict[str, Any]:
+    def _run(self, cell: Cell) -> Summary | None:
         began = time.monotonic()
         if (cell.folder / "config.yaml").is_file():
             summary = resume(cell.folder, [], self.console, self._kept)

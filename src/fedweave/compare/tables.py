@@ -7,15 +7,16 @@ import io
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 from scipy.stats import ttest_rel
 
 from fedweave.compare.grid import Cell
 from fedweave.methods import METHODS, method_class
+from fedweave.schema import Summary
 
 Row = tuple[str, ...]  # the values of all axes but the seed
+Finished = Sequence[tuple[Cell, Summary]]
 _AGREEMENT = ("purity", "nmi", "ari")  # of buckets (local) and experts (global) with task labels
 
 
@@ -23,13 +24,13 @@ _AGREEMENT = ("purity", "nmi", "ari")  # of buckets (local) and experts (global)
 class Figure:
     """One quantity of one row over seeds."""
 
-    by_seed: dict[Any, float]
+    by_seed: dict[int, float]
 
     @property
     def values(self) -> list[float]:
         return list(self.by_seed.values())
 
-    def over(self, seeds: Sequence[Any]) -> list[float]:
+    def over(self, seeds: Sequence[int]) -> list[float]:
         """Its values for these seeds."""
         return [self.by_seed[seed] for seed in seeds if seed in self.by_seed]
 
@@ -51,24 +52,23 @@ class Results:
     columns: list[str]  # "score macro", "loss gsm8k", …
     titles: dict[str, str]  # task -> title
     rows: dict[Row, dict[str, Figure]]
-    seeds: dict[Row, list[Any]]
+    seeds: dict[Row, list[int]]
     parameters: dict[Row, list[int]]  # trained, by seed: a method may find another number of experts in each
     bounds: set[Row]  # told the task labels: upper bounds that no method competes with
     notes: list[str]
 
     @classmethod
-    def of(cls, finished: Sequence[tuple[Cell, dict[str, Any]]]) -> Results:
+    def of(cls, finished: Finished) -> Results:
         axes = [key for key in finished[0][0].values if key != "seed"]
-        values: dict[Row, dict[str, dict[Any, float]]] = defaultdict(lambda: defaultdict(dict))
-        seeds: dict[Row, list[Any]] = defaultdict(list)
+        values: dict[Row, dict[str, dict[int, float]]] = defaultdict(lambda: defaultdict(dict))
+        seeds: dict[Row, list[int]] = defaultdict(list)
         parameters: dict[Row, list[int]] = defaultdict(list)
         bounds, columns, notes = set(), [], []
         for cell, summary in finished:
             row = tuple(str(cell.values[a]) for a in axes)
-            seed = cell.values.get("seed", summary["seed"])
+            seed = summary["seed"]
             seeds[row].append(seed)
-            everything = sum(summary["parameters"].values())  # older runs did not tell frozen ones apart
-            parameters[row].append(summary.get("trained_parameters", everything))
+            parameters[row].append(summary["trained_parameters"])
             if summary["method"] in METHODS and method_class(summary["method"]).uses_labels:
                 bounds.add(row)
             for column, value in _figures(summary).items():
@@ -77,10 +77,11 @@ class Results:
                     columns.append(column)
             notes += [note for note in summary["notes"] if note not in notes]
         rows = {row: {c: Figure(v) for c, v in named.items()} for row, named in values.items()}
-        return cls(axes, columns, finished[0][1]["tasks"], rows, dict(seeds), dict(parameters), bounds, notes)
+        titles = {task: title for _, summary in finished for task, title in summary["tasks"].items()}
+        return cls(axes, columns, titles, rows, dict(seeds), dict(parameters), bounds, notes)
 
     @property
-    def common(self) -> list[Any]:
+    def common(self) -> list[int]:
         """Seeds that all competing rows have: a mean over other seeds is a mean over other data."""
         competing = [seeds for row, seeds in self.seeds.items() if row not in self.bounds]
         return [s for s in competing[0] if all(s in seeds for seeds in competing)] if competing else []
@@ -128,30 +129,30 @@ class Results:
         return f"{kind} {self.titles.get(task, task)}"
 
 
-def _figures(summary: dict[str, Any]) -> dict[str, float]:
+def _figures(summary: Summary) -> dict[str, float]:
     """The columns of one run's best round: scores and losses of the method's own routing, both extremes, purity."""
-    best = summary["test"]["best"]
-    tasks = ["macro", *summary["tasks"]]
     figures: dict[str, float] = {}
-    if "score" in best:
-        figures |= {f"score {t}": best["score"][t] for t in tasks}
-    figures |= {f"loss {t}": best["loss"][best["used"]][t] for t in tasks}
-    figures |= {f"{routing}-loss macro": best["loss"][routing]["macro"] for routing in best["loss"]}
-    for routing, measured in best.get("routings", {}).items():
-        figures[f"score-{routing} macro"] = measured["score"]["macro"]
-        figures[f"ms-{routing} per prompt"] = measured["ms_per_prompt"]
-    if summary.get("audit"):
-        audit = summary["audit"]
-        figures |= {f"{k} {level}": audit[level][k] for level in ("local", "global") for k in _AGREEMENT}
+    if best := summary["test"].get("best"):
+        tasks = ["macro", *summary["tasks"]]
+        if "score" in best:
+            figures |= {f"score {t}": best["score"][t] for t in tasks}
+        figures |= {f"loss {t}": best["loss"][best["used"]][t] for t in tasks}
+        figures |= {f"{routing}-loss macro": best["loss"][routing]["macro"] for routing in best["loss"]}
+        for routing, measured in best.get("routings", {}).items():
+            figures[f"score-{routing} macro"] = measured["score"]["macro"]
+            figures[f"ms-{routing} per prompt"] = measured["ms_per_prompt"]
+    if audit := summary["audit"]:
+        for level, found in (("local", audit["local"]), ("global", audit["global"])):
+            figures |= {
+                f"purity {level}": found["purity"], f"nmi {level}": found["nmi"], f"ari {level}": found["ari"]
+            }  # fmt: skip
     figures["validation loss"] = summary["validation"]["best_loss"]
     return figures
 
 
-def choose_best(
-    finished: Sequence[tuple[Cell, dict[str, Any]]], key: str
-) -> tuple[list[tuple[Cell, dict[str, Any]]], list[str]]:
+def choose_best(finished: Finished, key: str) -> tuple[list[tuple[Cell, Summary]], list[str]]:
     """Give every row its best value of ``key``, by mean validation loss over seeds; test data plays no part."""
-    losses: dict[Row, dict[str, dict[Any, float]]] = defaultdict(lambda: defaultdict(dict))  # by value and seed
+    losses: dict[Row, dict[str, dict[int, float]]] = defaultdict(lambda: defaultdict(dict))  # by value and seed
 
     def row_of(cell: Cell) -> Row:
         return tuple(str(v) for k, v in cell.values.items() if k not in ("seed", key))
@@ -171,7 +172,7 @@ def choose_best(
     return [(c, s) for c, s in finished if str(c.values[key]) == best[row_of(c)]], lines
 
 
-def _mean_of_common(own: dict[Any, float], all_of_them: Sequence[dict[Any, float]]) -> float:
+def _mean_of_common(own: dict[int, float], all_of_them: Sequence[dict[int, float]]) -> float:
     """Mean over the seeds that all have, or over its own where they share none."""
     return float(
         np.mean([x for seed, x in own.items() if all(seed in o for o in all_of_them)] or list(own.values()))

@@ -6,12 +6,14 @@ from pathlib import Path
 
 from fedweave.config import Config
 from fedweave.data.examples import Example, FederatedData, Task
+from fedweave.data.files import find_path
 from fedweave.data.folder import TaskFolder, load_task_folder
-from fedweave.data.jsonl import load_client_folder
-from fedweave.data.partition import by_kind, dirichlet_partition, draw, pure_partition, split_pools
+from fedweave.data.own import load_own
+from fedweave.data.partition import by_kind, client_names, dirichlet_partition, draw, pure_partition, split_pools
 from fedweave.data.sample import make_sample
 from fedweave.data.tasks import load_paper_tasks
 from fedweave.errors import UserError, nearest
+from fedweave.schema import Manifest
 
 __all__ = ["Example", "FederatedData", "Task", "load_data"]
 
@@ -21,10 +23,7 @@ def load_data(config: Config) -> FederatedData:
     data = config.data
     if data.source == "sites":
         raise UserError("the data of this run is at its sites; name a file instead, as in --data test.jsonl.")
-    if data.source == "jsonl":
-        loaded = load_client_folder(data, config.evaluation, config.seed)
-    else:
-        loaded = _deal(config, *_pools(config))
+    loaded = load_own(config) if data.source == "jsonl" else _deal(config, *_pools(config))
     loaded.manifest = _manifest(config, loaded)
     return loaded
 
@@ -34,7 +33,7 @@ def _pools(config: Config) -> tuple[TaskFolder, list[str]]:
     data, varied = config.data, config.data.wording == "varied"
     notes: list[str] = []
     if data.source == "tasks":
-        folder = Path(str(data.path)).expanduser() / (data.folder or "")
+        folder = find_path(str(Path(str(data.path)) / (data.folder or "")))
         found = load_task_folder(folder, varied, config.seed, config.evaluation.max_new_tokens)
     elif data.source == "paper":
         pools, tasks, notes = load_paper_tasks(data.path, varied, config.seed)
@@ -61,9 +60,8 @@ def _deal(config: Config, found: TaskFolder, notes: list[str]) -> FederatedData:
         if data.partition == "pure"
         else dirichlet_partition(train, data.clients, data.alpha, config.seed)
     )
-    digits = len(str(data.clients - 1))
     return FederatedData(
-        clients={f"client_{i:0{digits}d}": share for i, share in enumerate(shares)},
+        clients=dict(zip(client_names(data.clients), shares, strict=True)),
         validation=[e for parts in splits.values() for e in parts["validation"]],
         test=[e for parts in splits.values() for e in parts["test"]],
         tasks=found.tasks,
@@ -76,11 +74,11 @@ def _deal(config: Config, found: TaskFolder, notes: list[str]) -> FederatedData:
     )
 
 
-def _manifest(config: Config, data: FederatedData) -> dict:
+def _manifest(config: Config, data: FederatedData) -> Manifest:
     return {
         "source": config.data.source,
         "seed": config.seed,
-        "notes": data.notes,
+        "notes": [] if config.data.source == "jsonl" else data.notes,  # scoring may change on resume
         "tasks": {name: task.title for name, task in data.tasks.items()},
         "clients": {name: [e.origin for e in rows] for name, rows in data.clients.items()},
         "validation": [e.origin for e in data.validation],

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any
+
+from fedweave.schema import Manifest
 
 Message = dict[str, str]
 Prompt = str | tuple[Message, ...]
@@ -38,8 +39,9 @@ class Task:
 
     name: str
     title: str  # as shown in tables
-    metric: str  # a key of evaluation.scores.METRICS
+    metric: str  # a key of metrics.scores.METRICS; own data: also "module:function"
     max_new_tokens: int
+    labels: tuple[str, ...] = ()  # metric "labels": the answers that there are
 
 
 @dataclass
@@ -52,7 +54,7 @@ class FederatedData:
     tasks: dict[str, Task]
     unseen: list[Example] = field(default_factory=list)  # a second test set: tasks that nobody trains on
     notes: list[str] = field(default_factory=list)  # remarks that belong beside every result
-    manifest: dict[str, Any] = field(default_factory=dict)
+    manifest: Manifest = field(init=False, repr=False, compare=False)  # where all of it came from
 
     def sizes(self) -> dict[str, int]:
         return {name: len(rows) for name, rows in self.clients.items()}

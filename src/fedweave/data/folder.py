@@ -13,10 +13,12 @@ from pathlib import Path
 from typing import Any
 
 from fedweave.data.examples import Example, Task
-from fedweave.data.jsonl import read_rows
+from fedweave.data.files import read_rows
+from fedweave.data.rows import RESERVED
 from fedweave.data.tasks import Pool
 from fedweave.data.wordings import WORDINGS, Request, check_wording, choose, render
 from fedweave.errors import UserError, nearest
+from fedweave.metrics.scores import METRICS
 
 ROLES = ("seen", "unseen")
 FEW_ANSWERS = 20  # a task with no more different answers than that is a choice, not free text
@@ -47,7 +49,7 @@ def load_task_folder(folder: Path, varied: bool, seed: int, max_new_tokens: int)
     """Read the tasks and their rows; with ``varied`` every row has one of its task's wordings."""
     if not folder.is_dir():
         raise UserError(f"data.path={folder}: there is no such folder.")
-    files = sorted(p for p in folder.iterdir() if p.name.endswith((".jsonl", ".jsonl.gz")))
+    files = sorted(p for p in folder.iterdir() if p.name.endswith((".jsonl", ".jsonl.gz")) and p.name[0] != ".")
     listed = [p for p in files if p.name.split(".jsonl")[0] == "tasks"]
     if len(listed) != 1 or len(files) < 2:
         raise UserError(f"{folder} needs one tasks.jsonl and at least one more JSONL file with rows.")
@@ -78,6 +80,8 @@ def _entries(path: Path, max_new_tokens: int) -> dict[str, Entry]:
                 raise UserError(f"{where}: {key!r} must be a text, not {row[key]!r}.")
         if row.get("role", "seen") not in ROLES:
             raise UserError(f"{where}: 'role' must be seen or unseen, not {row['role']!r}.")
+        if row["task"] in RESERVED:
+            raise UserError(f"{where}: no task can be called {row['task']!r}, which is the name of the average.")
         if row["task"] in entries:
             raise UserError(f"{where}: task {row['task']!r} is listed twice.")
         wordings = row.get("wordings", list(WORDINGS))
@@ -101,8 +105,6 @@ def _entries(path: Path, max_new_tokens: int) -> dict[str, Entry]:
 
 
 def _metric(name: str, where: str) -> str:
-    from fedweave.evaluation.scores import METRICS  # which knows the paper's tasks
-
     if name and name not in METRICS:
         raise UserError(f"{where}: 'metric' {name!r} is unknown: {nearest(name, METRICS)}")
     return name

@@ -8,11 +8,12 @@ import numpy as np
 
 from fedweave.config import DataConfig
 from fedweave.data.examples import Example
-from fedweave.data.tasks import Pool
 from fedweave.errors import UserError
 
 
-def split_pools(pools: Mapping[str, Pool], config: DataConfig, seed: int) -> dict[str, dict[str, list[Example]]]:
+def split_pools(
+    pools: Mapping[str, list[Example]], config: DataConfig, seed: int
+) -> dict[str, dict[str, list[Example]]]:
     """Disjoint train / validation / test samples of every task: {task: {split: examples}}."""
     sizes = {"train": config.train, "validation": config.validation, "test": config.test}
     splits: dict[str, dict[str, list[Example]]] = {}
@@ -31,7 +32,7 @@ def split_pools(pools: Mapping[str, Pool], config: DataConfig, seed: int) -> dic
     return splits
 
 
-def draw(pool: Pool, t: int, distinct: bool, seed: int) -> Pool:
+def draw(pool: list[Example], t: int, distinct: bool, seed: int) -> list[Example]:
     """The rows of task t in the seed's order; with ``distinct`` the first of those that are the same row."""
     order = [pool[i] for i in np.random.default_rng(seed + 1000 * (t + 1)).permutation(len(pool))]
     if not distinct:
@@ -65,6 +66,12 @@ def pure_partition(train: Mapping[str, list[Example]], clients: int, seed: int) 
         for place, row in enumerate(rng.permutation(len(rows))):
             shares[owners[place % len(owners)]].append(rows[row])
     return shares
+
+
+def client_names(count: int) -> list[str]:
+    """Names of simulated clients, in an order that sorting keeps."""
+    digits = len(str(count - 1))
+    return [f"client_{i:0{digits}d}" for i in range(count)]
 
 
 def dirichlet_partition(

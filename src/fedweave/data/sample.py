@@ -104,6 +104,8 @@ def _choice(rng: np.random.Generator) -> tuple[str, str]:
     return f"Pick the {kinds[right]} from this list: {words[0]}, {words[1]}, {words[2]}.", words[right]
 
 
+TRIES = 100_000  # twelve for each of all that some patterns have; asking for more must not take for ever
+
 _MAKERS: dict[str, tuple[Task, Callable[[np.random.Generator], tuple[str, str]]]] = {
     "edit": (Task("edit", "Edit", "rouge", 24), _edit),
     "sum": (Task("sum", "Sum", "number", 20), _sum),
@@ -118,7 +120,7 @@ def make_sample(per_task: int, seed: int) -> tuple[dict[str, Pool], dict[str, Ta
     for position, (name, (_, make)) in enumerate(_MAKERS.items()):
         rng = np.random.default_rng([seed, position])
         seen: dict[str, str] = {}
-        for _ in range(12 * per_task):
+        for _ in range(min(12 * per_task, TRIES)):
             if len(seen) == per_task:
                 break
             prompt, answer = make(rng)

@@ -5,53 +5,53 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 from fedweave.data.examples import Example, Task
-from fedweave.data.jsonl import read_rows
+from fedweave.data.files import Row, find_path, read_rows
+from fedweave.data.hub import load_hub
 from fedweave.data.wordings import USUAL, Request, choose, render
-from fedweave.errors import UserError, first_line
+from fedweave.errors import UserError
+from fedweave.metrics.scores import SENTIMENTS
 
 Pool = list[Example]  # all rows of a task, official splits in order
 SPLITS = ("train", "validation", "test")
-SENTIMENTS = ("negative", "neutral", "positive")
 
 
 @dataclass(frozen=True)
-class Source:
+class TaskSource:
     """One task's data set."""
 
     task: Task
     hub: str
     hub_config: str | None
     folders: tuple[str, ...]  # accepted names of a local folder; the first is the real data set
-    convert: Callable[[dict[str, Any]], tuple[Request, str]]
+    convert: Callable[[Row], tuple[Request, str]]
     wordings: tuple[str, ...]  # the first is the benchmark's, the others are for data.wording=varied
 
 
-def _coedit(row: dict[str, Any]) -> tuple[Request, str]:
+def _coedit(row: Row) -> tuple[Request, str]:
     """A row's source is its instruction, a colon and the text; without a colon it is all text."""
     ask, colon, text = row["src"].partition(": ")
     return (Request(f"{ask}:", text, ask) if colon else Request("", row["src"], "Edit")), row["tgt"]
 
 
-def _text(value: Any) -> str:
+def _text(value: object) -> str:
     if not isinstance(value, str):
         raise ValueError(f"{value!r} is no text")
     return value
 
 
-def _gsm8k(row: dict[str, Any]) -> tuple[Request, str]:
+def _gsm8k(row: Row) -> tuple[Request, str]:
     ask = "Work out the answer in a few short steps. Put the result on a last line of the form #### <answer>."
     return Request(ask, _text(row["question"])), row["answer"]
 
 
-def _tweet(row: dict[str, Any]) -> tuple[Request, str]:
+def _tweet(row: Row) -> tuple[Request, str]:
     ask = "What is the mood of this tweet? Reply with exactly one word: negative, neutral or positive."
     return Request(ask, _text(row["text"])), dict(enumerate(SENTIMENTS))[row["label"]]
 
 
-def _arc(row: dict[str, Any]) -> tuple[Request, str]:
+def _arc(row: Row) -> tuple[Request, str]:
     options = zip(row["choices"]["label"], row["choices"]["text"], strict=True)
     if row["answerKey"] not in row["choices"]["label"]:
         raise ValueError("answerKey is none of the labels")
@@ -107,7 +107,7 @@ _ARC_WORDINGS = (
 
 # The order fixes the sampling seeds of the splits.
 SOURCES = [
-    Source(
+    TaskSource(
         Task("coedit", "CoEdIT", "rouge", 64),
         "grammarly/coedit",
         None,
@@ -115,8 +115,8 @@ SOURCES = [
         _coedit,
         _COEDIT_WORDINGS,
     ),
-    Source(Task("gsm8k", "GSM8K", "number", 192), "openai/gsm8k", "main", ("gsm8k",), _gsm8k, _GSM8K_WORDINGS),
-    Source(
+    TaskSource(Task("gsm8k", "GSM8K", "number", 192), "openai/gsm8k", "main", ("gsm8k",), _gsm8k, _GSM8K_WORDINGS),
+    TaskSource(
         Task("tweet", "TweetEval", "label", 4),
         "cardiffnlp/tweet_eval",
         "sentiment",
@@ -124,7 +124,7 @@ SOURCES = [
         _tweet,
         _TWEET_WORDINGS,
     ),
-    Source(
+    TaskSource(
         Task("arc", "ARC-C", "letter", 4),
         "allenai/ai2_arc",
         "ARC-Challenge",
@@ -151,7 +151,7 @@ def load_paper_tasks(
         if path is None:
             pool = _from_hub(source, row_of)
         else:
-            folder = _find_folder(Path(path).expanduser(), source)
+            folder = _find_folder(find_path(path), source)
             if folder.name == "coedit_style":  # under its own name in every output, not only in the tables
                 source = replace(source, task=replace(source.task, name="coedit_style", title="CoEdIT-style"))
                 notes.append(STAND_IN)
@@ -161,9 +161,7 @@ def load_paper_tasks(
     return pools, tasks, notes
 
 
-def _find_folder(root: Path, source: Source) -> Path:
-    if not root.is_dir():
-        raise UserError(f"data.path={root}: there is no such folder.")
+def _find_folder(root: Path, source: TaskSource) -> Path:
     for name in source.folders:
         if (root / name).is_dir():
             return root / name
@@ -185,22 +183,8 @@ def _from_folder(row_of: _RowReader, folder: Path) -> Pool:
     return pool
 
 
-def _from_hub(source: Source, row_of: _RowReader) -> Pool:
-    try:
-        from datasets import load_dataset
-    except ImportError:
-        raise UserError(
-            "data.source=paper without data.path reads the hub and needs the datasets package: "
-            "pip install 'fedweave[hub]', or name a local folder in data.path."
-        ) from None
-    try:
-        splits = load_dataset(source.hub, source.hub_config)
-    except Exception as error:
-        reason = first_line(error)
-        raise UserError(
-            f"{source.task.title} cannot be loaded from the hub as {source.hub} ({reason}); connect to the hub "
-            "or name a local folder in data.path."
-        ) from error
+def _from_hub(source: TaskSource, row_of: _RowReader) -> Pool:
+    splits = load_hub(source.hub, source.hub_config, source.task.title)
     where = source.hub
     return [
         row_of(row, split, n, f"{where}/{split}:{n}", source.folders[0])
@@ -214,11 +198,11 @@ def _from_hub(source: Source, row_of: _RowReader) -> Pool:
 class _RowReader:
     """Makes examples of a source's rows."""
 
-    source: Source
+    source: TaskSource
     varied: bool
     seed: int
 
-    def __call__(self, row: dict[str, Any], split: str, index: int, where: str, folder: str) -> Example:
+    def __call__(self, row: Row, split: str, index: int, where: str, folder: str) -> Example:
         source, origin = self.source, f"{folder}/{split}:{index}"
         try:
             request, answer = source.convert(row)

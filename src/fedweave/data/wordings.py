@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from fedweave.errors import UserError
-from fedweave.experts.dropout import stream_key
+from fedweave.streams import stream_key
 
 USUAL = "{instruction}\n\n{text}"
 

@@ -7,6 +7,8 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
+from fedweave.schema import Agreement, Audit
+
 
 def purity(clusters: Sequence[int], labels: Sequence[int | str]) -> float:
     """Share of examples that carry their cluster's dominant label (paper, Eq. 9)."""
@@ -16,7 +18,7 @@ def purity(clusters: Sequence[int], labels: Sequence[int | str]) -> float:
     return float(table.max(0).sum() / table.sum())
 
 
-def agreement(clusters: Sequence[int], labels: Sequence[int | str]) -> dict[str, float]:
+def agreement(clusters: Sequence[int], labels: Sequence[int | str]) -> Agreement:
     from sklearn.metrics import adjusted_rand_score, normalized_mutual_info_score  # a second to import
 
     return {
@@ -30,9 +32,9 @@ def alignment_audit(
     buckets: Sequence[Sequence[np.ndarray]],  # [client][bucket] of example indices
     assignment: Sequence[Sequence[int]],  # [client][bucket] the expert
     labels: Sequence[Sequence[str]],  # [client][example] the task
-) -> dict[str, dict[str, float]]:
+) -> Audit:
     """Local: buckets against tasks within each client, averaged by client size. Global: experts against tasks."""
-    local: list[dict[str, float]] = []
+    local: list[Agreement] = []
     sizes, experts, tasks = [], [], []
     for members, owners, truth in zip(buckets, assignment, labels, strict=True):
         bucket_of = np.empty(len(truth), dtype=int)
@@ -42,7 +44,11 @@ def alignment_audit(
             tasks += [truth[i] for i in rows]
         local.append(agreement(bucket_of.tolist(), truth))
         sizes.append(len(truth))
-    mean = {k: float(np.average([one[k] for one in local], weights=sizes)) for k in local[0]}
+    mean: Agreement = {
+        "purity": float(np.average([one["purity"] for one in local], weights=sizes)),
+        "nmi": float(np.average([one["nmi"] for one in local], weights=sizes)),
+        "ari": float(np.average([one["ari"] for one in local], weights=sizes)),
+    }
     return {"local": mean, "global": agreement(experts, tasks)}
 
 

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from fedweave.backbone.load import Backbone
 from fedweave.backbone.packing import pack, token_budget_batches
 from fedweave.backbone.prompts import Encoded
-from fedweave.console import Progress
+from fedweave.console import ProgressBar
 from fedweave.experts.layout import AdapterLayout
 from fedweave.experts.mixture import Mixture
 from fedweave.kernels.segments import sum_segments
@@ -31,7 +31,7 @@ def example_losses(
     mixture: Mixture | None = None,
     theta: torch.Tensor | None = None,
     gates: torch.Tensor | None = None,  # [n, M]; None: one expert with weight 1
-    progress: Progress | None = None,
+    progress: ProgressBar | None = None,
 ) -> torch.Tensor:
     """Loss of every example, [n] on the CPU; without a mixture that of the bare backbone."""
     losses = torch.empty(len(examples))

@@ -15,7 +15,7 @@ import torch
 from fedweave.backbone.load import Backbone
 from fedweave.backbone.packing import Packed, pack
 from fedweave.backbone.prompts import EncodedPrompt
-from fedweave.console import Progress
+from fedweave.console import ProgressBar
 from fedweave.evaluation.losses import serving_weights
 from fedweave.experts.mixture import Mixture
 from fedweave.inference.cache import RowCache
@@ -33,7 +33,7 @@ def generate(
     theta: torch.Tensor | None = None,
     gates: torch.Tensor | None = None,  # [n, M]
     batch_size: int | str = "auto",
-    progress: Progress | None = None,
+    progress: ProgressBar | None = None,
 ) -> list[str]:
     """Answers in the order of ``prompts``; batches are formed by length."""
     answers = [""] * len(prompts)

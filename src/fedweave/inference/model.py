@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 
@@ -63,7 +62,7 @@ class FedWeaveModel:
 
     # ---------------------------------------------------------------------------------- answering
 
-    def generate(self, prompts: Sequence[Prompt], routing: str = "sparse", **options: Any) -> list[Answer]:
+    def generate(self, prompts: Sequence[Prompt], routing: str = "sparse", **options: object) -> list[Answer]:
         """Answers in the order of ``prompts``, each by its own experts, in one batch. A prompt is a text or a tuple
         of chat messages; ``options`` carry the names of transformers' GenerationConfig (:class:`Sampling`)."""
         encoded = self.backbone.prompts.encode_prompts(_several(prompts))
@@ -75,7 +74,7 @@ class FedWeaveModel:
             for row, w in zip(rows, weights, strict=True)
         ]
 
-    def stream(self, prompt: Prompt, routing: str = "sparse", **options: Any) -> Iterator[str]:
+    def stream(self, prompt: Prompt, routing: str = "sparse", **options: object) -> Iterator[str]:
         """The same answer piece by piece, as it is made; no piece splits a character."""
         _, rows = self._rows(self.backbone.prompts.encode_prompts([prompt]), routing, options)
         return (piece for _, piece in self._run(rows) if piece)
@@ -85,7 +84,7 @@ class FedWeaveModel:
         return RunningBatch(self.backbone, self.mixture, self.theta, rows, length)
 
     def _rows(
-        self, encoded: Sequence[EncodedPrompt], routing: str, options: dict[str, Any]
+        self, encoded: Sequence[EncodedPrompt], routing: str, options: Mapping[str, object]
     ) -> tuple[torch.Tensor, list[Row]]:
         """(router weights [n, M], rows to run); whatever is wrong with the options shows before anything runs."""
         sampling = Sampling.of(options)

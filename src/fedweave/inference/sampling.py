@@ -3,14 +3,18 @@ processors do the work."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 
 from fedweave.errors import UserError
 from fedweave.settings import build, setting
 from fedweave.streams import stream_key
+
+if TYPE_CHECKING:
+    from transformers.generation.logits_process import LogitsProcessorList
 
 _ONLY_SAMPLED = ("temperature", "top_k", "top_p", "min_p", "typical_p", "seed")
 
@@ -37,7 +41,7 @@ class Sampling:
     seed: int | None = setting(None, "The same seed draws the same answer, whatever else is in the batch.")
 
     @classmethod
-    def of(cls, options: dict[str, Any]) -> Sampling:
+    def of(cls, options: Mapping[str, object]) -> Sampling:
         """Options by name; an unknown one, or one without effect, is one sentence."""
         given = {name: value for name, value in options.items() if value is not None and value not in ([], ())}
         sampling = build(cls, given, what="generation option")
@@ -75,7 +79,7 @@ class TokenChooser:
         return int(torch.multinomial(scores.softmax(-1)[0], 1, generator=self._generator))
 
 
-def _processors(sampling: Sampling, prompt: int, ends: list[int], device: torch.device) -> Any:
+def _processors(sampling: Sampling, prompt: int, ends: list[int], device: torch.device) -> LogitsProcessorList:
     """transformers' processors for every option that differs from its default, in transformers' own order."""
     from transformers.generation import logits_process as lp
 

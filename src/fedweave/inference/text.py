@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING
 
 from tokenizers.decoders import DecodeStream
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerFast
 
 
 class AnswerText:
     """The text of one answer as its tokens arrive. The pieces of :meth:`add` and :meth:`close` make up ``text``."""
 
-    def __init__(self, tokenizer: Any, stops: tuple[str, ...] = (), trim: bool = True):
+    def __init__(self, tokenizer: PreTrainedTokenizerFast, stops: tuple[str, ...] = (), trim: bool = True):
         """``trim`` drops the blanks around an answer, as its training pairs have none."""
         self.text = ""
         self.stopped = False  # a stop string came

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import fedweave
 from fedweave.errors import UserError
-from fedweave.report.records import find_runs, group_runs
+from fedweave.report.groups import find_runs, group_runs
 
 REFRESH = 5  # seconds between two looks at a run that goes on
 
@@ -36,10 +36,9 @@ def write_report(paths: Sequence[Path], output: Path | None = None) -> tuple[Pat
     sections, lead = all_sections(groups), lead_run(groups)
     states = {run.state for run in runs}
     running = "running" in states
-    data = lead.config.get("data", {})
     words = [
-        lead.config["backbone"]["model"],
-        f"{data.get('source')} data",
+        lead.config.backbone.model,
+        f"{lead.config.data.source} data",
         f"{len(runs)} run{'s' * (len(runs) > 1)}",
     ]
     template = Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True).from_string(

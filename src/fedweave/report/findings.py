@@ -10,7 +10,7 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from fedweave.report.records import RunRecord
+from fedweave.runs.reading import RunRecord
 
 
 @dataclass(frozen=True)
@@ -40,9 +40,8 @@ def starving_expert(run: RunRecord) -> Finding | None:
 
 def unused_expert(run: RunRecord) -> Finding | None:
     """An expert that was trained but that the router hardly ever picks."""
-    load = run.validations[-1].get("expert_load", []) if run.validations else []
-    unused = [m for m, share in enumerate(load) if share < 0.02]
-    if len(load) < 2 or not unused:
+    unused = [m for m, share in enumerate(run.expert_load) if share < 0.02]
+    if len(run.expert_load) < 2 or not unused:
         return None
     return Finding(
         "warning",
@@ -55,8 +54,8 @@ def unused_expert(run: RunRecord) -> Finding | None:
 
 def low_purity(run: RunRecord) -> Finding | None:
     """Experts that mix tasks; needs labels, which only the audit has."""
-    audit = (run.discovery or {}).get("audit")
-    if not audit or run.experts < 2 or audit["global"]["purity"] >= 0.8:
+    audit = run.audit
+    if not audit or audit["global"]["purity"] >= 0.8:
         return None
     local, whole = audit["local"]["purity"], audit["global"]["purity"]
     where = (
@@ -87,7 +86,7 @@ def client_that_hurts(run: RunRecord) -> Finding | None:
 
 def refused_answers(run: RunRecord) -> Finding | None:
     """Clients whose answers the server did not use."""
-    refused = [item for event in run.rounds for item in event.get("refused", [])]
+    refused = [item for event in run.rounds for item in event["refused"]]
     if not refused:
         return None
     names = list(dict.fromkeys(item["client"] for item in refused))
@@ -101,8 +100,7 @@ def refused_answers(run: RunRecord) -> Finding | None:
 
 def experts_at_the_edge(run: RunRecord) -> Finding | None:
     """M* at the upper end of the candidates: the true best may lie beyond."""
-    silhouettes = {int(k): v for k, v in (run.discovery or {}).get("alignment_silhouettes", {}).items()}
-    if not silhouettes or run.experts != max(silhouettes) or len(silhouettes) < 2:
+    if len(run.silhouettes) < 2 or run.experts != max(run.silhouettes):
         return None
     return Finding(
         "warning",
@@ -114,8 +112,7 @@ def experts_at_the_edge(run: RunRecord) -> Finding | None:
 
 def buckets_at_the_edge(run: RunRecord) -> Finding | None:
     """Clients that used every bucket they were allowed."""
-    most = run.config.get("discovery", {}).get("max_buckets", 0)
-    clients = (run.discovery or {}).get("clients", {})
+    most, clients = run.config.discovery.max_buckets, run.clients
     full = [name for name, client in clients.items() if len(client["buckets"]) >= most > 1]
     if len(full) * 3 < len(clients) or not full:
         return None
@@ -129,7 +126,7 @@ def buckets_at_the_edge(run: RunRecord) -> Finding | None:
 
 def faint_alignment(run: RunRecord) -> Finding | None:
     """Signatures that barely form groups."""
-    silhouettes = (run.discovery or {}).get("alignment_silhouettes", {})
+    silhouettes = run.silhouettes
     if not silhouettes or max(silhouettes.values()) >= 0.1:
         return None
     return Finding(
@@ -206,8 +203,8 @@ def overfitting(run: RunRecord) -> Finding | None:
 
 def worse_than_untouched(run: RunRecord) -> Finding | None:
     """A task that training made worse."""
-    bare = (run.summary or {}).get("test", {}).get("untouched", {}).get("loss")
-    if not bare or run.best is None:
+    bare = run.untouched
+    if bare is None or run.best is None:
         return None
     trained = run.best["loss"][run.best["used"]]
     worse = [task for task in trained if task != "macro" and trained[task] > bare[task]]

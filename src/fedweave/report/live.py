@@ -8,7 +8,7 @@ import time
 from pathlib import Path
 
 from fedweave.console import duration, table
-from fedweave.report.records import RunRecord, read_run
+from fedweave.runs.reading import RunRecord, read_run
 
 _PAUSE = 1.0
 _BLOCKS = "▁▂▃▄▅▆▇█"
@@ -32,13 +32,13 @@ def watch(folder: Path, once: bool = False) -> None:
 
 def render(run: RunRecord, width: int = 100) -> str:
     """The whole picture as text."""
-    rounds = run.config["training"]["rounds"]
+    rounds = run.config.training.rounds
     left = seconds_left(run)
     head = f"{run.path} · {run.method} · {run.state}"
     clock = f"round {run.completed} of {rounds}" + (f" · {duration(left)} left" if left is not None else "")
     parts = [head + clock.rjust(max(len(clock) + 2, width - len(head))), _bar(run.completed, rounds, width)]
-    phase = run.progress.get("phase")
-    if run.state == "running" and phase:
+    phase = run.live["phase"] if run.live and run.state == "running" else None
+    if phase:
         parts.append(f"now: {phase['label']}, {phase['done']} of {phase['total']}")
     if run.state == "stopped":
         parts.append(f"This run is not going on. Continue it with: fedweave resume {run.path}")
@@ -46,16 +46,17 @@ def render(run: RunRecord, width: int = 100) -> str:
         if section:
             parts += ["", section]
     if not run.validations:
-        parts += ["", "No round has been validated yet: discovery comes first."]
+        why = "discovery comes first." if run.discovery is None else "no site has measured a loss."
+        parts += ["", f"No round has been validated yet: {why}"]
     return "\n".join(parts)
 
 
 def seconds_left(run: RunRecord) -> float | None:
     """Remaining rounds at the pace of the last five; None unless the run goes on."""
-    recent = run.progress.get("round_seconds", [])[-5:]
+    recent = run.round_seconds[-5:]
     if run.state != "running" or not recent:
         return None
-    return sum(recent) / len(recent) * max(0, run.config["training"]["rounds"] - run.completed)
+    return sum(recent) / len(recent) * max(0, run.config.training.rounds - run.completed)
 
 
 def sparkline(values: list[float], longest: int = 24) -> str:
@@ -73,26 +74,33 @@ def _bar(done: int, total: int, width: int) -> str:
 
 
 def _losses(run: RunRecord) -> str:
+    """By task, or by site where every site validates on its own rows."""
     if not run.validations:
         return ""
-    names = {**run.tasks, "macro": "macro average"} if len(run.tasks) > 1 else dict(run.tasks)
-    rows = []
-    for task, title in names.items():
-        values = [event["tasks"][task] for event in run.validations if task in event.get("tasks", {})]
-        if values:
-            rows.append([title, f"{values[0]:.3f}", f"{min(values):.3f}", f"{values[-1]:.3f}", sparkline(values)])
+    curves: dict[str, list[float]] = {}
+    for event in run.validations:
+        figures = event.get("tasks", {})
+        named = {title: figures[task] for task, title in run.titles.items() if task in figures}
+        if "sites" in event:
+            named = {**event["sites"], "all sites": event["loss"]}
+        for name, loss in named.items():
+            curves.setdefault(name, []).append(loss)
+    if "all sites" in curves:  # below those that joined later, too
+        curves["all sites"] = curves.pop("all sites")
     if run.rounds:
-        train = [event["train_loss"] for event in run.rounds]
-        rows.append(["training", f"{train[0]:.3f}", f"{min(train):.3f}", f"{train[-1]:.3f}", sparkline(train)])
+        curves["training"] = [event["train_loss"] for event in run.rounds]
+    rows = [
+        [name, f"{values[0]:.3f}", f"{min(values):.3f}", f"{values[-1]:.3f}", sparkline(values)]
+        for name, values in curves.items()
+    ]
     return table(["validation loss", "first", "best", "now", "rounds"], rows)
 
 
 def _load(run: RunRecord, width: int) -> str:
-    load = run.validations[-1].get("expert_load", []) if run.validations else []
-    if len(load) < 2:
+    if len(run.expert_load) < 2:
         return ""
     room = max(10, min(50, width - 30))
-    lines = [f"  expert {m}  {share:4.0%}  {'█' * round(share * room)}" for m, share in enumerate(load)]
+    lines = [f"  expert {m}  {share:4.0%}  {'█' * round(share * room)}" for m, share in enumerate(run.expert_load)]
     return "\n".join([f"  experts' load, router entropy {run.entropy:.0%} of its largest", *lines])
 
 

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import lru_cache
-from typing import Any
+from typing import NamedTuple
 
 import numpy as np
 
-from fedweave.report.records import Group, RunRecord
+from fedweave.report.groups import Group
 from fedweave.report.style import (
     INK,
     MARKERS,
@@ -20,9 +20,12 @@ from fedweave.report.style import (
     canvas,
     colour,
     legend,
+    named_rows,
     plain_axes,
     shaded_table,
+    stacked,
 )
+from fedweave.runs.reading import RunRecord
 
 
 def mixture(run: RunRecord) -> Picture | None:
@@ -35,12 +38,14 @@ def mixture(run: RunRecord) -> Picture | None:
     left = np.zeros(len(clients))
     for i, (task, title) in enumerate(run.tasks.items()):
         counts = np.array([run.mixture[name].get(task, 0) for name in clients], dtype=float)
-        ax.barh(clients, counts, 0.74, left, color=colour(i), edgecolor=SURFACE, linewidth=0.6, label=title)
+        ax.barh(
+            range(len(clients)), counts, 0.74, left, color=colour(i), edgecolor=SURFACE, linewidth=0.6, label=title
+        )
         left += counts
     for y, size in enumerate(sizes):
         ax.text(size + 0.01 * max(sizes), y, str(size), va="center", fontsize=8.5, color=MUTED)
-    ax.set(ylim=(len(clients) - 0.4, -0.6), xlim=(0, 1.1 * max(sizes)), xlabel="training examples")
-    ax.grid(axis="y", visible=False)
+    named_rows(ax, clients, "training examples")
+    ax.set_xlim(0, 1.1 * max(sizes))
     legend(ax)
     return Picture(
         "mixture", "What each client holds", "Tasks are known to this page, never to the method.", figure
@@ -65,21 +70,26 @@ def feeding(run: RunRecord) -> Picture | None:
 # -------------------------------------------------------------------------------------- signatures
 
 
-def _prototypes(run: RunRecord) -> list[dict[str, Any]]:
-    """Every bucket in the order of the signatures: client, expert, size and, where known, its main task."""
+class _Bucket(NamedTuple):
+    name: str
+    expert: int
+    task: str | None  # its main one, where labels are known
+
+
+def _buckets(run: RunRecord) -> list[_Bucket]:
+    """Every bucket in the order of the signatures."""
+    known = run.discovery.get("bucket_tasks", {}) if run.discovery else {}
     rows = []
-    known = (run.discovery or {}).get("bucket_tasks", {})
-    for name, client in (run.discovery or {}).get("clients", {}).items():
-        for c, (size, expert) in enumerate(zip(client["buckets"], client["experts"], strict=True)):
+    for name, client in run.clients.items():
+        for c, expert in enumerate(client["experts"]):
             tasks = known[name][c] if name in known else {}
-            main = max(tasks, key=lambda t: tasks[t]) if tasks else None
-            rows.append({"client": name, "bucket": c, "size": size, "expert": expert, "task": main})
+            rows.append(_Bucket(f"{name}·{c}", expert, max(tasks, key=lambda t: tasks[t]) if tasks else None))
     return rows
 
 
 def signatures(run: RunRecord) -> Picture | None:
     """Signature distances in the order of their dendrogram, with the expert and the main task of every bucket."""
-    distance = (run.discovery or {}).get("signature_distance")
+    distance = run.discovery.get("signature_distance") if run.discovery else None
     if not distance or len(distance) < 3:
         return None
     from scipy.cluster.hierarchy import dendrogram, linkage
@@ -88,13 +98,11 @@ def signatures(run: RunRecord) -> Picture | None:
     matrix = np.array(distance)
     n = len(matrix)
     links = linkage(squareform(matrix, checks=False), "average")  # as alignment does
-    rows = _prototypes(run)
-    tree = dendrogram(links, no_plot=True, link_color_func=_link_colours(links, [row["expert"] for row in rows]))
+    rows = _buckets(run)
+    tree = dendrogram(links, no_plot=True, link_color_func=_link_colours(links, [row.expert for row in rows]))
     order = tree["leaves"]
-    known = all(row["task"] is not None for row in rows) and len(rows) == n and len(run.tasks) > 1
-    figure, (top, strip, low) = canvas(
-        8.6, 7.0, rows=3, height_ratios=[1.5, 0.4 if known else 0.2, 4.6], sharex=True,
-    )  # fmt: skip
+    known = all(row.task for row in rows) and len(rows) == n and len(run.tasks) > 1
+    figure, (top, strip, low) = stacked(8.6, 7.0, [1.5, 0.4 if known else 0.2, 4.6])
     for xs, ys, shade in zip(tree["icoord"], tree["dcoord"], tree["color_list"], strict=True):
         top.plot((np.array(xs) - 5) / 10, ys, color=shade, linewidth=1.3)
     plain_axes(top)
@@ -112,18 +120,18 @@ def signatures(run: RunRecord) -> Picture | None:
     tasks = list(run.tasks)
     for x, leaf in enumerate(order):
         row = rows[leaf]
-        strip.bar(x, 0.86, 0.92, 0.07, color=colour(row["expert"]), linewidth=0)
+        strip.bar(x, 0.86, 0.92, 0.07, color=colour(row.expert), linewidth=0)
         if n <= 40:
-            strip.text(x, 0.5, str(row["expert"]), ha="center", va="center", fontsize=8, color=SURFACE)
-        if known:
-            strip.bar(x, 0.86, 0.92, 1.07, color=colour(tasks.index(row["task"])), linewidth=0, alpha=0.75)
+            strip.text(x, 0.5, str(row.expert), ha="center", va="center", fontsize=8, color=SURFACE)
+        if known and row.task:
+            strip.bar(x, 0.86, 0.92, 1.07, color=colour(tasks.index(row.task)), linewidth=0, alpha=0.75)
     strip.set_yticks([0.5, 1.5] if known else [0.5], ["expert", "main task"] if known else ["expert"])
     bare_axes(low)
     shown = matrix[np.ix_(order, order)]
     apart = shown[~np.eye(n, dtype=bool)]
     strength = 1 - (shown - apart.min()) / max(np.ptp(apart), 1e-12)
     low.imshow(_alpha_image(strength), aspect="auto", interpolation="nearest")
-    labels = [f"{rows[i]['client']}·{rows[i]['bucket']}" for i in order] if n <= 40 else []
+    labels = [rows[i].name for i in order] if n <= 40 else []
     low.set_yticks(range(len(labels)), labels, fontsize=8)
     low.set_xticks([])
     low.set_xlabel("buckets, in the order of the tree")
@@ -157,7 +165,7 @@ def _alpha_image(strength: np.ndarray) -> np.ndarray:
 
 def silhouettes(run: RunRecord) -> Picture | None:
     """Why M is what it is."""
-    found = {int(m): s for m, s in (run.discovery or {}).get("alignment_silhouettes", {}).items()}
+    found = run.silhouettes
     if len(found) < 2:
         return None
     figure, ax = canvas(height=2.8)
@@ -222,7 +230,7 @@ def _scatter(
     for hue, mark in sorted(set(zip(colours, marks, strict=True))):
         chosen = plane[(pairs == (hue, mark)).all(1)]
         label = names[hue] if names else None
-        ax.scatter(*chosen.T, s=size, color=colour(hue), alpha=0.75, linewidths=0, label=label,
+        ax.scatter(chosen[:, 0], chosen[:, 1], s=size, color=colour(hue), alpha=0.75, linewidths=0, label=label,
                    marker=MARKERS[mark % len(MARKERS)])  # fmt: skip
     legend(ax)
     return Picture(f"prompts-{by}", f"Prompts by {by}", caption, figure)

@@ -4,20 +4,23 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 import numpy as np
 import yaml
 
-from fedweave.analysis.findings import render
+from fedweave.analysis.diagnosis import Diagnosis
 from fedweave.analysis.ledger import spent_rows
 from fedweave.analysis.spent import run_costs
+from fedweave.analysis.verdicts import render
+from fedweave.config import dump_config
 from fedweave.console import duration, table
 from fedweave.errors import UserError
 from fedweave.report import curves, maps, theory, tradeoffs
 from fedweave.report.findings import Finding, by_level, findings
-from fedweave.report.records import Group, RunRecord
+from fedweave.report.groups import Group
 from fedweave.report.style import Picture
+from fedweave.runs.reading import RunRecord, read_json
+from fedweave.runs.text import AUDIT, audit_rows
 
 
 @dataclass
@@ -55,8 +58,7 @@ class Section:
         return not (self.findings or self.tables or self.pictures or self.folded or self.missing)
 
 
-def _why(run: RunRecord) -> str:
-    return "the sites keep it to themselves." if run.elsewhere else "an older run."
+_AT_HOME = "the sites keep it to themselves."
 
 
 def lead_run(groups: Sequence[Group]) -> RunRecord:
@@ -109,22 +111,20 @@ def _results(groups: Sequence[Group], own: Group, lead: RunRecord) -> Section:
     elif finished:
         section.tables += [_group_table(finished, kind) for kind in ("score", "loss")]
     section.lacks(not lead.summary, "test results: the run has not finished.")
-    section.lacks(
-        lead.summary is not None and lead.best is None,
-        "test results: the server has no test set; name one in federation.test.",
-    )
+    if lead.summary and lead.best is None:
+        section.tables += _site_table(lead)
+        section.missing.append("test results: the server has no test set; name one in federation.test.")
     section.lacks(
         not lead.elsewhere and bool(lead.validations) and not any("scores" in e for e in lead.validations),
         "scores by round: generation takes long, so they are measured with evaluation.score_rounds=true only.",
     )
-    section.lacks(bool(lead.rounds) and "client_losses" not in lead.rounds[-1], "losses by client: an older run.")
     return section
 
 
 def _task_table(group: Group, lead: RunRecord) -> Table:
     """One experiment: a row per task."""
-    assert lead.best is not None and lead.summary is not None
-    bare = lead.summary["test"].get("untouched", {}).get("loss", {})
+    assert lead.best is not None
+    bare = lead.untouched
     scored, used = "score" in lead.best, lead.best["used"]
     rows = []
     for task in lead.best["loss"][used]:
@@ -137,6 +137,15 @@ def _task_table(group: Group, lead: RunRecord) -> Table:
     others = [f"loss, {x} ↓" for x in lead.best["loss"] if x != used]
     header = ["test set", *([f"score, {used} ↑"] if scored else []), f"loss, {used} ↓", *others]
     return Table([*header, *(["loss, untouched"] if bare else [])], rows)
+
+
+def _site_table(lead: RunRecord) -> list[Table]:
+    """Without a test set: what the sites measured on their own rows."""
+    if (chosen := lead.best_validation) is None:
+        return []
+    losses = {**chosen.get("sites", {}), "all sites": chosen["loss"]}
+    header = [f"validation, round {chosen['round']}", "loss ↓"]
+    return [Table(header, [[name, f"{loss:.3f}"] for name, loss in losses.items()])]
 
 
 def _group_table(groups: Sequence[Group], kind: str) -> Table:
@@ -161,11 +170,10 @@ def _data(lead: RunRecord) -> Section:
     section = Section("clients", "Clients and their data").show(
         maps.mixture(lead), maps.feeding(lead), curves.client_agreement(lead)
     )
-    section.lacks(not lead.mixture and len(lead.tasks) > 1, f"the mixture of tasks: {_why(lead)}")
+    section.lacks(not lead.mixture and lead.elsewhere, f"the mixture of tasks: {_AT_HOME}")
     section.lacks(
         len(lead.tasks) < 2 and not lead.elsewhere, "the mixture of tasks: the rows carry no task labels."
     )
-    section.lacks(bool(lead.rounds) and not lead.agreement, "whether clients pull together: an older run.")
     return section
 
 
@@ -177,10 +185,8 @@ def _discovery(lead: RunRecord) -> Section:
         "B factors, the signature. The server merges buckets with near signatures into experts. No label is used.",
     )
     section.show(maps.signatures(lead), maps.silhouettes(lead))
-    audit = (lead.discovery or {}).get("audit")
-    if audit and lead.experts > 1:
-        rows = [[level, *(f"{audit[level][k]:.3f}" for k in ("purity", "nmi", "ari"))] for level in audit]
-        section.tables.append(Table(["audit against labels", "purity", "NMI", "ARI"], rows))
+    if lead.audit:
+        section.tables.append(Table(["audit against labels", *AUDIT], audit_rows(lead.audit)))
     if lead.discovery is None:
         section.missing.append("discovery has not finished yet.")
     elif not lead.discovery.get("signature_distance"):
@@ -191,7 +197,7 @@ def _discovery(lead: RunRecord) -> Section:
 
 def _prompts(lead: RunRecord) -> Section:
     section = Section("prompts", "A map of the prompts", small=True).show(*maps.embeddings(lead))
-    section.lacks(lead.discovery is not None and lead.embedding is None, f"the map of prompts: {_why(lead)}")
+    section.lacks(lead.discovery is not None and lead.elsewhere, f"the map of prompts: {_AT_HOME}")
     return section
 
 
@@ -202,10 +208,7 @@ def _routing(groups: Sequence[Group], lead: RunRecord) -> Section:
     section.show(curves.router_entropy(groups), curves.expert_load(lead))
     routed = lead.experts > 1
     section.lacks(len(groups) > len(one_each), "routing of other experiments with the same methods.")
-    section.lacks(
-        routed and bool(lead.validations) and "expert_load" not in lead.validations[-1],
-        f"expert load over rounds: {_why(lead)}",
-    )
+    section.lacks(routed and lead.elsewhere, f"expert load over rounds: {_AT_HOME}")
     section.lacks(not routed and lead.discovery is not None, f"routing: {lead.method} has one adapter here.")
     return section
 
@@ -225,10 +228,13 @@ def _heterogeneity(groups: Sequence[Group]) -> Section:
 
 def _theory(lead: RunRecord) -> Section:
     section = Section("theory", "The theory at work")
-    if lead.diagnostics is None:
+    found: Diagnosis | None = read_json(lead.path / "diagnostics.json")
+    if found is None:
         section.lacks(
-            lead.experts > 1, f"the paper's theory on this run: measure it with fedweave diagnose {lead.path}."
+            lead.experts > 1 and not lead.elsewhere,
+            f"the paper's theory on this run: measure it with fedweave diagnose {lead.path}.",
         )
+        section.lacks(lead.experts > 1 and lead.elsewhere, f"the paper's theory on this run: {_AT_HOME}")
         return section
     titles = {
         "conflict": "Gradient conflict",
@@ -237,30 +243,26 @@ def _theory(lead: RunRecord) -> Section:
         "router_paths": "Router paths",
         "routing_risk": "Routing risk",
     }
-    verdicts = lead.diagnostics["verdicts"]
-    section.findings = [Finding(v["level"], titles[v["about"]], v["text"]) for v in verdicts]
-    section.show(theory.contamination(lead), theory.effective_budget(lead))
-    section.folded.append({"title": "all figures of the diagnosis", "text": render(lead.diagnostics)})
+    section.findings = [Finding(v["level"], titles[v["about"]], v["text"]) for v in found["verdicts"]]
+    section.show(theory.contamination(found, lead.tasks), theory.effective_budget(found))
+    section.folded.append({"title": "all figures of the diagnosis", "text": render(found)})
     return section
 
 
 def _costs(groups: Sequence[Group], lead: RunRecord) -> Section:
     section = Section("costs", "Communication and time")
     try:
-        section.tables.append(
-            Table(["this run", "predicted", "measured", ""], spent_rows(run_costs(lead.path).spent))
-        )
+        section.tables.append(Table(["this run", "predicted", "measured", ""], spent_rows(run_costs(lead).spent)))
     except UserError as error:
         section.missing.append(f"costs: {error}")
     section.show(tradeoffs.loss_for_bytes(groups), tradeoffs.time_spent(lead), tradeoffs.round_times(lead))
-    section.lacks(bool(lead.rounds) and "bytes_up" not in lead.rounds[-1], "bytes by round: an older run.")
     return section
 
 
 def _what_was_run(groups: Sequence[Group], lead: RunRecord) -> Section:
     section = Section("setup", "What was run")
     rows = [
-        [group.label, run.method, str(run.seed), f"{run.completed}/{run.config['training']['rounds']}", run.state,
+        [group.label, run.method, str(run.seed), f"{run.completed}/{run.config.training.rounds}", run.state,
          str(run.path)]
         for group in groups for run in group.runs
     ]  # fmt: skip
@@ -269,8 +271,7 @@ def _what_was_run(groups: Sequence[Group], lead: RunRecord) -> Section:
         section.folded.append({"title": f"all {len(rows)} runs", "text": table(header, rows)})
     else:
         section.tables.append(Table(header, rows))
-    config = yaml.safe_dump(lead.config, sort_keys=False, allow_unicode=True)
-    section.folded.append({"title": f"config.yaml of {lead.path}", "text": config})
+    section.folded.append({"title": f"config.yaml of {lead.path}", "text": dump_config(lead.config)})
     if lead.summary:
         environment = yaml.safe_dump(lead.summary["environment"], sort_keys=False)
         section.folded.append({"title": "versions, device and commit", "text": environment})
@@ -285,16 +286,16 @@ def _what_was_run(groups: Sequence[Group], lead: RunRecord) -> Section:
 def cards(groups: Sequence[Group]) -> list[dict[str, str]]:
     """The few figures that everybody looks for."""
     lead = lead_run(groups)
-    made: list[dict[str, Any]] = []
+    made: list[dict[str, str]] = []
 
     def card(label: str, value: str | None) -> None:
         if value is not None:
             made.append({"label": label, "value": value})
 
-    best, audit = lead.best, (lead.discovery or {}).get("audit")
+    best, audit = lead.best, lead.audit
     if best:
         macro = "macro" if len(lead.tasks) > 1 else next(iter(lead.tasks), "macro")
-        bare = lead.summary["test"].get("untouched", {}).get("loss") if lead.summary else None
+        bare = lead.untouched
         card(
             "test score" if macro != "macro" else "macro score",
             f"{best['score'][macro]:.3f}" if "score" in best else None,
@@ -303,12 +304,11 @@ def cards(groups: Sequence[Group]) -> list[dict[str, str]]:
         card("loss of the untouched model", f"{bare[macro]:.3f}" if bare else None)
     elif lead.validations:
         card("validation loss", f"{lead.validations[-1]['loss']:.3f}")
-    clients = (lead.discovery or {}).get("clients", {})
+    clients = lead.clients
     buckets = sum(len(c["buckets"]) for c in clients.values())
     card("buckets → experts", f"{buckets} → {lead.experts}" if clients else None)
-    card("global purity", f"{audit['global']['purity']:.2f}" if audit and lead.experts > 1 else None)
-    card("rounds", f"{lead.completed} of {lead.config['training']['rounds']}")
+    card("global purity", f"{audit['global']['purity']:.2f}" if audit else None)
+    card("rounds", f"{lead.completed} of {lead.config.training.rounds}")
     card("clients", str(len(clients or lead.manifest.get("clients", {}))))
-    seconds = (lead.summary or {}).get("timing", {}).get("total_s")
-    card("time", duration(seconds) if seconds else None)
+    card("time", duration(lead.summary["timing"]["total_s"]) if lead.summary else None)
     return made

@@ -9,13 +9,13 @@ from __future__ import annotations
 import io
 import re
 import textwrap
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from html import escape
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, TypedDict, cast
 
 import numpy as np
 
@@ -28,7 +28,8 @@ if TYPE_CHECKING:
 INK, MUTED, GRID, SURFACE = "#1f2328", "#656d76", "#d8dee4", "#fffffe"
 # Okabe and Ito's colours without yellow and black, then grey
 PALETTE = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#56b4e9", "#e69f00", "#7f7f7e")
-LINES = ("-", (0, (5, 2)), (0, (1, 1.5)), (0, (6, 2, 1, 2)))
+Dashes = str | tuple[float, tuple[float, ...]]
+LINES: tuple[Dashes, ...] = ("-", (0, (5, 2)), (0, (1, 1.5)), (0, (6, 2, 1, 2)))
 MARKERS = ("o", "s", "^", "D", "v", "P", "X")
 
 _VARIABLES = {INK: "--ink", MUTED: "--muted", GRID: "--grid", SURFACE: "--surface"} | {
@@ -40,7 +41,12 @@ def colour(index: int) -> str:
     return PALETTE[index % len(PALETTE)]
 
 
-def line_style(index: int) -> dict[str, Any]:
+class LineStyle(TypedDict):
+    color: str
+    linestyle: Dashes
+
+
+def line_style(index: int) -> LineStyle:
     """Colour first; when colours run out, dashes."""
     return {"color": colour(index), "linestyle": LINES[(index // len(PALETTE)) % len(LINES)]}
 
@@ -101,17 +107,21 @@ def require_matplotlib() -> None:
         raise UserError("reports need matplotlib and jinja2: pip install 'fedweave[report]'.") from None
 
 
-def canvas(
-    width: float = 5.4, height: float = 3.5, rows: int = 1, columns: int = 1, **grid: Any
-) -> tuple[Any, Any]:
-    """(figure, axes) without a window system, in our colours."""
+def canvas(width: float = 5.4, height: float = 3.5) -> tuple[Figure, Axes]:
+    """A drawing without a window system, in our colours."""
+    figure, (ax,) = stacked(width, height, [1.0])
+    return figure, ax
+
+
+def stacked(width: float, height: float, heights: Sequence[float]) -> tuple[Figure, Sequence[Axes]]:
+    """Drawings above each other with one horizontal axis; ``heights`` are their shares."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(width, height), layout="constrained")
-    axes = figure.subplots(rows, columns, **grid)
-    for ax in np.ravel(axes):
+    axes = figure.subplots(len(heights), 1, height_ratios=heights, sharex=True, squeeze=False)[:, 0]
+    for ax in axes:
         plain_axes(ax)
-    return figure, axes
+    return figure, list(axes)
 
 
 def plain_axes(ax: Axes) -> None:
@@ -143,7 +153,7 @@ def legend(ax: Axes) -> None:
     handles, labels = ax.get_legend_handles_labels()
     if not handles:
         return
-    figure: Any = ax.figure
+    figure = cast("Figure", ax.figure)
     grid = ax.get_gridspec()
     width, height = figure.get_size_inches()
     room = width / (grid.ncols if grid else 1) - 0.7  # inches, without the axis on the left
@@ -158,17 +168,33 @@ def legend(ax: Axes) -> None:
     )  # fmt: skip
 
 
-def band(ax: Axes, curve: dict[int, list[float]], label: str, **style: Any) -> None:
+def band(
+    ax: Axes,
+    curve: dict[int, list[float]],
+    label: str,
+    color: str,
+    linestyle: Dashes = "-",
+    linewidth: float = 1.9,
+) -> None:
     """Mean over seeds as a line, one standard deviation as a shade; a single seed is a line alone."""
     if not curve:
         return
     x = list(curve)
     means = np.array([np.mean(v) for v in curve.values()])
     spread = np.array([np.std(v, ddof=1) if len(v) > 1 else 0.0 for v in curve.values()])
-    settings: dict[str, Any] = {"linewidth": 1.9, "marker": "o", "markersize": 3.2, **style}
-    ax.plot(x, means, label=label, **settings)
+    ax.plot(
+        x, means, label=label, color=color, linestyle=linestyle, linewidth=linewidth, marker="o", markersize=3.2
+    )
     if spread.any():
-        ax.fill_between(x, means - spread, means + spread, color=settings["color"], alpha=0.16, linewidth=0)
+        ax.fill_between(x, means - spread, means + spread, color=color, alpha=0.16, linewidth=0)
+
+
+def named_rows(ax: Axes, names: Iterable[str], what: str, limits: tuple[float, float] | None = None) -> None:
+    """Row y is called names[y], the first on top; ``what`` is measured to the right."""
+    names = list(names)
+    ax.set_yticks(range(len(names)), names)
+    ax.set(xlabel=what, ylim=limits or (len(names) - 0.4, -0.6))
+    ax.grid(axis="y", visible=False)
 
 
 def whole_rounds(ax: Axes) -> None:

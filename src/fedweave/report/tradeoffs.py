@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from fedweave.report.records import Group, RunRecord, on_common_seeds, seeds_note
+from fedweave.report.groups import Group, on_common_seeds, seeds_note
 from fedweave.report.style import (
     INK,
     MARKERS,
@@ -17,28 +17,31 @@ from fedweave.report.style import (
     colour,
     legend,
     line_style,
+    named_rows,
     whole_rounds,
 )
+from fedweave.runs.reading import RunRecord
 
 
 def routing_trade_off(groups: Sequence[Group]) -> Picture | None:
     """Figure 4 of the paper: score against latency of one, two and all experts."""
-    groups = [g for g in groups if g.first.experts > 1 and any((r.best or {}).get("routings") for r in g.runs)]
+    groups = [g for g in groups if g.first.experts > 1 and g.routings()]
     if len(groups) > 3:  # the paper's figure is about FedWeave alone
         groups = [g for g in groups if g.first.method == "fedweave"][:3]
     if not groups:
         return None
     figure, ax = canvas()
     for i, group in enumerate(groups):
-        runs = [r.best["routings"] for r in group.runs if r.best and r.best.get("routings")]
+        runs = group.routings()
         points = []
         for k, routing in enumerate(("sparse", "top2", "soft")):
             times = [r[routing]["ms_per_prompt"] for r in runs]
             scores = [r[routing]["score"]["macro"] for r in runs]
             x, y = float(np.mean(times)), float(np.mean(scores))
             points.append((x, y))
-            error = {"xerr": np.std(times, ddof=1), "yerr": np.std(scores, ddof=1)} if len(runs) > 1 else {}
-            ax.errorbar(x, y, fmt=MARKERS[k], color=colour(i), elinewidth=1, markersize=7, alpha=0.95, **error)
+            across, up = (float(np.std(v, ddof=1)) if len(runs) > 1 else None for v in (times, scores))
+            ax.errorbar(x, y, xerr=across, yerr=up, fmt=MARKERS[k], color=colour(i), elinewidth=1, markersize=7,
+                        alpha=0.95)  # fmt: skip
             ax.annotate(routing, (x, y), (7, 6), textcoords="offset points", fontsize=9, color=INK)
         ax.plot(*zip(*points, strict=True), color=colour(i), alpha=0.4, linewidth=1, zorder=1, label=group.label)
     ax.set(xlabel="ms per prompt", ylabel="macro test score")
@@ -54,9 +57,7 @@ def heterogeneity(groups: Sequence[Group]) -> list[Picture]:
     by_method: dict[str, dict[float, Group]] = {}
     groups = on_common_seeds([g for g in groups if g.finished()])
     for group in groups:
-        alpha = group.first.config.get("data", {}).get("alpha")
-        if alpha is not None:
-            by_method.setdefault(group.first.method, {})[float(alpha)] = group
+        by_method.setdefault(group.first.method, {})[group.first.config.data.alpha] = group
     if max((len(v) for v in by_method.values()), default=0) < 2:
         return []
     pictures = []
@@ -83,28 +84,29 @@ def heterogeneity(groups: Sequence[Group]) -> list[Picture]:
 
 def loss_for_bytes(groups: Sequence[Group]) -> Picture | None:
     """What a megabyte of upload buys."""
-    shown = [g for g in groups if any("bytes_up" in e for e in g.first.rounds)]
+    shown = [g for g in groups if g.first.rounds]
     if not shown:
         return None
     figure, ax = canvas()
     for i, group in enumerate(shown):
-        sent, total = {0: 0.0}, 0.0
+        uploaded, total = {0: 0.0}, 0.0
         for event in group.first.rounds:
-            total += sum(event.get("bytes_up", {}).values()) / 1e6
-            sent[event["round"]] = total
-        curve = {t: v for t, v in group.curve("tasks", "macro").items() if t in sent}
-        ax.plot([sent[t] for t in curve], [np.mean(v) for v in curve.values()], marker="o", markersize=3.2,
+            total += sum(event["bytes_up"].values()) / 1e6
+            uploaded[event["round"]] = total
+        curve = {t: v for t, v in group.losses().items() if t in uploaded}
+        ax.plot([uploaded[t] for t in curve], [np.mean(v) for v in curve.values()], marker="o", markersize=3.2,
                 linewidth=1.9, label=group.label, **line_style(i))  # fmt: skip
     ax.set(xlabel="uploaded by all clients so far, MB", ylabel="macro validation loss")
     if len(shown) > 1:
         legend(ax)
-    return Picture("loss-for-bytes", "Loss for bytes", "Updates in float32, counted as they were sent.", figure)
+    sent = " or ".join(dict.fromkeys(group.first.config.federation.update_dtype for group in shown))
+    caption = f"Updates in {sent}, counted as they were sent."
+    return Picture("loss-for-bytes", "Loss for bytes", caption, figure)
 
 
 def time_spent(run: RunRecord) -> Picture | None:
     """Where the seconds went."""
-    phases = (run.summary or {}).get("timing", {}).get("phases_s", {})
-    phases = {name: s for name, s in phases.items() if s > 0 and name != "round"}  # rounds hold their round
+    phases = {name: s for name, s in run.phases.items() if s > 0 and name != "round"}  # rounds hold their round
     if not phases:
         return None
     figure, ax = canvas(height=1.0 + 0.34 * len(phases))
@@ -113,14 +115,13 @@ def time_spent(run: RunRecord) -> Picture | None:
     widest = max(phases.values())
     for y, seconds in zip(rows, phases.values(), strict=True):
         ax.text(seconds + 0.015 * widest, y, f"{seconds:.1f} s", va="center", fontsize=9, color=MUTED)
-    ax.set_yticks(rows, list(phases))
-    ax.set(xlim=(0, 1.18 * widest), ylim=(len(phases) - 0.4, -0.6), xlabel="seconds")
-    ax.grid(axis="y", visible=False)
+    named_rows(ax, phases, "seconds")
+    ax.set_xlim(0, 1.18 * widest)
     return Picture("time", "Where the time went", "Phases of the last session of this run.", figure)
 
 
 def round_times(run: RunRecord) -> Picture | None:
-    seconds = run.progress.get("round_seconds", [])
+    seconds = run.round_seconds
     if not seconds:
         return None
     figure, ax = canvas(height=2.4)

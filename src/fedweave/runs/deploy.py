@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
 
 from fedweave.config import Config, dump_config
 from fedweave.console import Console
@@ -13,11 +12,12 @@ from fedweave.federation.engines.flower.tasks import Runtime
 from fedweave.files import write_atomic
 from fedweave.methods import build_method
 from fedweave.runs.folder import RunFolder
+from fedweave.schema import Summary
 
 OUTAGE = 30.0  # seconds for which a SuperLink may be away without ending the run
 
 
-def start(config: Config, output: Path, runtime: Runtime, console: Console) -> dict[str, Any]:
+def start(config: Config, output: Path, runtime: Runtime, console: Console) -> Summary:
     """A new federation, once ``federation.sites`` sites are there."""
     from fedweave.runs.federated import new_manifest
 
@@ -34,7 +34,7 @@ def start(config: Config, output: Path, runtime: Runtime, console: Console) -> d
     return _execute(RunFolder.create(output, config, new_manifest(config)), config, runtime, console)
 
 
-def resume(path: Path, overrides: list[str], runtime: Runtime, console: Console) -> dict[str, Any]:
+def resume(path: Path, overrides: list[str], runtime: Runtime, console: Console) -> Summary:
     """Continue a federation from the server's newest checkpoint; its sites know it by the manifest's name."""
     run, config = RunFolder.open(path, overrides)
     if config.data.source != "sites":
@@ -45,7 +45,7 @@ def resume(path: Path, overrides: list[str], runtime: Runtime, console: Console)
     return _execute(run, config, runtime, console)
 
 
-def _execute(run: RunFolder, config: Config, runtime: Runtime, console: Console) -> dict[str, Any]:
+def _execute(run: RunFolder, config: Config, runtime: Runtime, console: Console) -> Summary:
     import httpx
     from flwr.supercore.run import RunNotRunningException
 

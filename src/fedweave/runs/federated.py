@@ -6,8 +6,6 @@ import math
 import time
 import uuid
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
 
 import torch
 from flwr.serverapp import Grid
@@ -17,8 +15,8 @@ from fedweave.backbone.features import compute_features
 from fedweave.backbone.load import Backbone, load_backbone
 from fedweave.config import Config
 from fedweave.console import Console
-from fedweave.data.examples import Example, Task
-from fedweave.data.jsonl import read_examples
+from fedweave.data.examples import Task
+from fedweave.data.own import read_test
 from fedweave.errors import UserError
 from fedweave.federation.engines.flower.engine import FlowerEngine, public
 from fedweave.federation.engines.in_process import InProcessEngine
@@ -29,9 +27,10 @@ from fedweave.runs.folder import Progress, RunFolder
 from fedweave.runs.run import carry_out
 from fedweave.runs.summary import Tester, summarise
 from fedweave.runs.workspace import TestSet, held_out
+from fedweave.schema import LabelRecord, Manifest, Summary, ValidationFigures
 
 
-def new_manifest(config: Config) -> dict[str, Any]:
+def new_manifest(config: Config) -> Manifest:
     """A deployment's data is not listed anywhere; its sites know the federation by this name."""
     return {"source": config.data.source, "seed": config.seed, "federation": uuid.uuid4().hex}
 
@@ -45,7 +44,7 @@ def federate_over(
     sites: int,
     tester: Tester | None,
     settings: Config | None = None,
-) -> dict[str, Any]:
+) -> Summary:
     """A run over the nodes of ``grid``: a new one once ``sites`` of them are there, or the rest of an old one."""
     console.spent.clear()
     started = time.monotonic()
@@ -78,7 +77,7 @@ class SitesRun:
         self.config, self.engine, self.tester = config, engine, tester
         self.backbone = Described(config.backbone.model, engine.fingerprint, engine.device)
 
-    def validate(self, state: ServerState, completed: int) -> dict[str, Any]:
+    def validate(self, state: ServerState, completed: int) -> ValidationFigures:
         """Every site's loss on its own examples, and their mean over all examples."""
         asked = self.engine.ask(
             build_method(self.config).evaluate, self.engine.members, broadcast(state, completed)
@@ -93,13 +92,13 @@ class SitesRun:
             "router_entropy": total.mean_entropy if math.isfinite(total.mean_entropy) else None,
         }
 
-    def labels(self) -> dict[str, Any]:
+    def labels(self) -> LabelRecord:
         return {}  # sites keep their labels, and their features
 
     def prompts(self) -> None:
         return None
 
-    def summarise(self, run: RunFolder, progress: Progress, console: Console) -> dict[str, Any]:
+    def summarise(self, run: RunFolder, progress: Progress, console: Console) -> Summary:
         tester = self.tester if build_method(self.config).served(progress.state) else None
         return summarise(run, self, tester, progress, console)
 
@@ -124,13 +123,9 @@ def load_test(config: Config, console: Console) -> ServerTest | None:
     """The file that ``federation.test`` names; None without one, and then the server loads no model."""
     if config.federation.test is None:
         return None
-    path = Path(config.federation.test).expanduser()
-    rows: list[Example] = read_examples(path) if path.is_file() else []
-    if not rows:
-        raise UserError(f"federation.test={path}: there is no such file, or it is empty.")
+    rows, tasks, notes = read_test(config, config.federation.test, "federation.test=")
     backbone = load_backbone(config.backbone)
     rows, encoded = encode(backbone, rows, config.data.long_answers, console)
     features = compute_features(backbone, [e.prompt for e in encoded], console)
-    tasks = {e.task: Task(e.task, e.task, "rouge", config.evaluation.max_new_tokens) for e in rows}
     engine = InProcessEngine(backbone, [], config, console)
-    return ServerTest(config, backbone, engine, held_out(rows, encoded, features), tasks, [])
+    return ServerTest(config, backbone, engine, held_out(rows, encoded, features), tasks, notes)

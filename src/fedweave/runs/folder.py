@@ -27,6 +27,7 @@ from fedweave.federation.state import ServerState
 from fedweave.files import atomic_folder, write_atomic
 from fedweave.router.mlp import RouterLayout
 from fedweave.runs.loggers import Loggers
+from fedweave.schema import Event, Manifest
 from fedweave.settings import flatten, to_tree
 
 if TYPE_CHECKING:
@@ -73,7 +74,7 @@ class RunFolder:
     # ---------------------------------------------------------------------------------- life
 
     @classmethod
-    def create(cls, path: Path, config: Config, manifest: dict[str, Any]) -> RunFolder:
+    def create(cls, path: Path, config: Config, manifest: Manifest) -> RunFolder:
         """Make the folder with its config and manifest, whole or not at all; every check has passed by now."""
         try:
             with atomic_folder(path, shared=True) as partial:
@@ -100,7 +101,7 @@ class RunFolder:
                 raise UserError(f"{key} is fixed for a run; only {', '.join(FREE_KEYS)} may change on resume.")
         return cls(path), load_config(path / "config.yaml", overrides or [])
 
-    def check_manifest(self, manifest: dict[str, Any]) -> None:
+    def check_manifest(self, manifest: Manifest) -> None:
         """The data must be what the run started with."""
         try:
             saved = json.loads((self.path / "manifest.json").read_text(encoding="utf-8"))
@@ -109,18 +110,18 @@ class RunFolder:
         if saved != json.loads(json.dumps(manifest)):
             raise UserError(f"the data of {self.path} has changed since the run began; restore it or start anew.")
 
-    def log(self, event: str, **values: Any) -> None:
+    def log(self, event: Event) -> None:
         """Append one event to metrics.jsonl; trackers get a copy of its figures."""
         try:
             with open(self.metrics, "a", encoding="utf-8") as out:
-                out.write(json.dumps({"event": event, **values}) + "\n")
+                out.write(json.dumps(event) + "\n")
         except OSError as error:
             raise UserError(
                 f"{self.metrics} cannot be written ({error.strerror}); free some space and resume."
             ) from None
-        self.loggers.event(event, values)
+        self.loggers.event(event)
 
-    def write_json(self, name: str, content: Any) -> None:
+    def write_json(self, name: str, content: object) -> None:
         write_atomic(self.path / name, json.dumps(content, indent=1, ensure_ascii=False))
 
     # ---------------------------------------------------------------------------------- checkpoints
@@ -213,7 +214,7 @@ class Snapshot:
             shares=meta["shares"],
             private=on_device.get("private"),
             signatures=on_device.get("signatures"),
-            norms=meta.get("norms", {}),
+            norms=meta["norms"],
             report=meta["report"],
         )
 

@@ -11,9 +11,10 @@ import os
 import socket
 import time
 from pathlib import Path
-from typing import Any
+from typing import Literal
 
 from fedweave.files import write_if_possible
+from fedweave.schema import LiveState, Phase
 
 NAME = "progress.json"
 _PAUSE = 1.0  # seconds between two writes
@@ -26,14 +27,14 @@ class LiveProgress:
         self.path = folder / NAME
         self.rounds = rounds
         self.round_seconds: list[float] = []
-        self._phase: dict[str, Any] = {}
+        self._phase: Phase = {}
         self._written = 0.0
         self._round_began = time.monotonic()
 
     def begin_rounds(self, completed: int) -> None:
         """Training starts, or goes on after ``completed`` rounds; their times are remembered."""
-        earlier = read_progress(self.path.parent).get("round_seconds", [])
-        self.round_seconds = earlier[:completed] if completed else []
+        earlier = read_live(self.path.parent)
+        self.round_seconds = earlier["round_seconds"][:completed] if earlier else []
         self._round_began = time.monotonic()
         self._write("running")
 
@@ -51,9 +52,9 @@ class LiveProgress:
     def finish(self) -> None:
         self._write("finished")
 
-    def _write(self, state: str) -> None:
+    def _write(self, state: Literal["running", "finished"]) -> None:
         self._written = time.monotonic()
-        content = {
+        content: LiveState = {
             "state": state,
             "pid": os.getpid(),
             "host": socket.gethostname(),
@@ -65,12 +66,12 @@ class LiveProgress:
         write_if_possible(self.path, json.dumps(content))  # a full disk will be reported by what matters
 
 
-def read_progress(folder: Path) -> dict[str, Any]:
-    """The reader's side: empty when there is none. A process that is gone turns "running" into "stopped"."""
+def read_live(folder: Path) -> LiveState | None:
+    """The reader's side: None when there is none. A process that is gone turns "running" into "stopped"."""
     try:
-        content = json.loads((folder / NAME).read_text(encoding="utf-8"))
+        content: LiveState = json.loads((folder / NAME).read_text(encoding="utf-8"))
     except (OSError, ValueError):
-        return {}
+        return None
     if content["state"] == "running" and content["host"] == socket.gethostname() and not _alive(content["pid"]):
         content["state"] = "stopped"
     return content

@@ -13,14 +13,15 @@ import os
 import re
 import time
 import uuid
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
 from fedweave.config import Config
 from fedweave.console import Console
 from fedweave.errors import UserError, first_line
 from fedweave.files import write_atomic
+from fedweave.schema import Event, Summary
 from fedweave.settings import flatten, to_tree
 
 PROJECT = "fedweave"
@@ -140,11 +141,11 @@ class Loggers:
     def __init__(self, opened: Sequence[tuple[str, Logger]], console: Console | None = None):
         self.opened, self.console = list(opened), console or Console(quiet=True)
 
-    def event(self, event: str, values: dict[str, Any]) -> None:
+    def event(self, event: Event) -> None:
         """A line of metrics.jsonl."""
-        self._each(lambda logger: logger.log(scalars(event, values), values["round"]))
+        self._each(lambda logger: logger.log(scalars(event), event["round"]))
 
-    def test(self, summary: dict[str, Any]) -> None:
+    def test(self, summary: Summary) -> None:
         """The figures at the end, at the best round's step."""
         best = summary["test"].get("best")
         if best is None:  # a federation whose server has no test set
@@ -156,7 +157,7 @@ class Loggers:
     def close(self) -> None:
         self._each(lambda logger: logger.close())
 
-    def _each(self, call: Any) -> None:
+    def _each(self, call: Callable[[Logger], None]) -> None:
         for name, logger in list(self.opened):
             try:
                 call(logger)
@@ -183,23 +184,23 @@ def open_loggers(config: Config, folder: Path, first_step: int, console: Console
     return Loggers(opened, console)
 
 
-def scalars(event: str, values: dict[str, Any]) -> dict[str, float]:
+def scalars(event: Event) -> dict[str, float]:
     """An event as names with slashes: train/loss, validation/loss/gsm8k, experts/load/0, client/a/loss."""
     out: dict[str, float] = {}
-    if event == "round":
-        out |= {"train/loss": values["train_loss"], "train/tokens": values["tokens"]}
-        out["communication/up_mb"] = sum(values["bytes_up"].values()) / 1e6
-        out["communication/down_mb"] = len(values["participants"]) * values["bytes_down"] / 1e6
-        if len(values["client_losses"]) <= _MANY_CLIENTS:
-            out |= {f"client/{name}/loss": loss for name, loss in values["client_losses"].items()}
-            out |= {f"client/{name}/agreement": c for name, c in values["agreement"].items() if c is not None}
-    elif event == "validation":
-        out["validation/loss"] = values["loss"]
-        out |= {} if values["router_entropy"] is None else {"router/entropy": values["router_entropy"]}
-        out |= {f"validation/loss/{task}": loss for task, loss in values.get("tasks", {}).items()}
-        out |= {f"validation/site/{name}": loss for name, loss in values.get("sites", {}).items()}
-        out |= {f"validation/score/{task}": score for task, score in values.get("scores", {}).items()}
-        out |= {f"experts/load/{m}": share for m, share in enumerate(values.get("expert_load", []))}
+    if event["event"] == "round":
+        out |= {"train/loss": event["train_loss"], "train/tokens": event["tokens"]}
+        out["communication/up_mb"] = sum(event["bytes_up"].values()) / 1e6
+        out["communication/down_mb"] = len(event["participants"]) * event["bytes_down"] / 1e6
+        if len(event["client_losses"]) <= _MANY_CLIENTS:
+            out |= {f"client/{name}/loss": loss for name, loss in event["client_losses"].items()}
+            out |= {f"client/{name}/agreement": c for name, c in event["agreement"].items() if c is not None}
+    else:
+        out["validation/loss"] = event["loss"]
+        out |= {} if event["router_entropy"] is None else {"router/entropy": event["router_entropy"]}
+        out |= {f"validation/loss/{task}": loss for task, loss in event.get("tasks", {}).items()}
+        out |= {f"validation/site/{name}": loss for name, loss in event.get("sites", {}).items()}
+        out |= {f"validation/score/{task}": score for task, score in event.get("scores", {}).items()}
+        out |= {f"experts/load/{m}": share for m, share in enumerate(event.get("expert_load", []))}
     return _clean(out)
 
 
@@ -208,7 +209,7 @@ def _clean(values: dict[str, float]) -> dict[str, float]:
     return {re.sub(r"[^\w\-. /]", "_", name): float(value) for name, value in values.items()}
 
 
-def _remembered(folder: Path, name: str, make: Any) -> str:
+def _remembered(folder: Path, name: str, make: Callable[[], str]) -> str:
     """The run's identity in a tracker, kept in loggers.json so that a resumed run continues its curves."""
     file = folder / "loggers.json"
     known = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}

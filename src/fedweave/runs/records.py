@@ -6,7 +6,6 @@ Labels only sort what is written here; nothing in this file is read back by a me
 from __future__ import annotations
 
 from collections import Counter
-from typing import Any
 
 import numpy as np
 import torch
@@ -14,13 +13,14 @@ import torch
 from fedweave.evaluation.audit import alignment_audit, per_task
 from fedweave.federation.rounds import RoundReport
 from fedweave.runs.workspace import TestSet, Workspace
+from fedweave.schema import LabelRecord, PromptMap, RoundFigures, ValidationFigures
 from fedweave.streams import stream_key
 
 MAPPED = 1000  # prompts on the map
 AXES = 16  # principal axes kept of each
 
 
-def round_record(report: RoundReport) -> dict[str, Any]:
+def round_record(report: RoundReport) -> RoundFigures:
     """One round: losses, tokens, upload, and how each client agreed with the others."""
     cosines, receipts = report.agreement.cosines(), report.receipts
     names = {client.index: client.name for client in report.participants}
@@ -37,7 +37,7 @@ def round_record(report: RoundReport) -> dict[str, Any]:
     }
 
 
-def validation_record(losses: torch.Tensor, weights: torch.Tensor, held: TestSet) -> dict[str, Any]:
+def validation_record(losses: torch.Tensor, weights: torch.Tensor, held: TestSet) -> ValidationFigures:
     """Losses [n] by task, and how the router spreads the prompts: its weights are [n, M]."""
     entropy = -(weights.clamp(min=1e-12).log() * weights).sum(1).mean().item()
     experts = weights.shape[1]
@@ -51,10 +51,10 @@ def validation_record(losses: torch.Tensor, weights: torch.Tensor, held: TestSet
     }
 
 
-def label_record(workspace: Workspace) -> dict[str, Any]:
+def label_record(workspace: Workspace) -> LabelRecord:
     """What only labels can tell, for discovery.json: every bucket's tasks, and how buckets and experts met them."""
     clients, labels = workspace.engine.members, workspace.client_labels
-    record: dict[str, Any] = {
+    record: LabelRecord = {
         "bucket_tasks": {
             c.name: [dict(Counter(truth[i] for i in bucket)) for bucket in c.buckets]
             for c, truth in zip(clients, labels, strict=True)
@@ -65,7 +65,7 @@ def label_record(workspace: Workspace) -> dict[str, Any]:
     return record
 
 
-def prompt_map(workspace: Workspace) -> dict[str, Any]:
+def prompt_map(workspace: Workspace) -> PromptMap:
     """embedding.json: a sample of the training prompts on their principal axes, with bucket, expert and task.
 
     Features are standardised channel by channel, as discovery does within a client. One small eigenproblem; a

@@ -29,13 +29,15 @@ from fedweave.runs.summary import peak_memory, served_models, summarise
 from fedweave.runs.testing import answer_scores
 from fedweave.runs.text import summary_text
 from fedweave.runs.workspace import Kept, Prepared, Workspace, prepare
+from fedweave.schema import LabelRecord, PromptMap, Summary, ValidationFigures
 
 
-def start(config: Config, output: Path, console: Console, kept: Kept | None = None) -> dict[str, Any]:
-    """A new run in ``output``."""
+def start(config: Config, output: Path, console: Console, kept: Kept | None = None) -> Summary | None:
+    """A new run in ``output``; its summary, but for processes that only help."""
     processes = world()
     if processes is not None and processes.rank > 0:
-        return stand_by(output, [], kept)
+        stand_by(output, [], kept)
+        return None
     if output.exists():
         raise UserError(
             f"the run folder {output} exists; continue it with `fedweave resume {output}` or choose another output."
@@ -48,11 +50,12 @@ def start(config: Config, output: Path, console: Console, kept: Kept | None = No
     return _execute(run, prepared, console)
 
 
-def resume(path: Path, overrides: list[str], console: Console, kept: Kept | None = None) -> dict[str, Any]:
+def resume(path: Path, overrides: list[str], console: Console, kept: Kept | None = None) -> Summary | None:
     """Continue a run from its newest checkpoint."""
     processes = world()
     if processes is not None and processes.rank > 0:
-        return stand_by(path, overrides, kept)
+        stand_by(path, overrides, kept)
+        return None
     run, config = RunFolder.open(path, overrides)
     require_loggers(config.loggers)
     prepared = prepare(config, console, kept)
@@ -62,7 +65,7 @@ def resume(path: Path, overrides: list[str], console: Console, kept: Kept | None
     return _execute(run, prepared, console)
 
 
-def stand_by(path: Path, overrides: list[str], kept: Kept | None) -> dict[str, Any]:
+def stand_by(path: Path, overrides: list[str], kept: Kept | None) -> None:
     """All that the other processes of a run do: the same algorithm from the same state, with their own clients. The
     first one measures and writes."""
     processes, console = world(), Console(quiet=True)
@@ -88,7 +91,6 @@ def stand_by(path: Path, overrides: list[str], kept: Kept | None) -> dict[str, A
     completed = snapshot.meta["completed"] if snapshot is not None else 0
     federate(method, workspace.engine, state, range(completed, config.training.rounds), after_round)
     workspace.engine.detach()
-    return {}
 
 
 class RunContext(Protocol):
@@ -100,16 +102,16 @@ class RunContext(Protocol):
     @property
     def engine(self) -> Any: ...
 
-    def validate(self, state: ServerState, completed: int) -> dict[str, Any]:
+    def validate(self, state: ServerState, completed: int) -> ValidationFigures:
         """Validation ``loss`` and what else the log keeps."""
 
-    def labels(self) -> dict[str, Any]:
+    def labels(self) -> LabelRecord:
         """What discovery.json adds where somebody has true labels."""
 
-    def prompts(self) -> dict[str, Any] | None:
+    def prompts(self) -> PromptMap | None:
         """A map of prompts for the report, where their features are at hand."""
 
-    def summarise(self, run: RunFolder, progress: Progress, console: Console) -> dict[str, Any]:
+    def summarise(self, run: RunFolder, progress: Progress, console: Console) -> Summary:
         """Everything that summary.json holds, but for the timing."""
 
     def close(self) -> None: ...
@@ -122,7 +124,7 @@ class LocalRun:
         self.workspace, self.config, self.engine = workspace, workspace.config, workspace.engine
         self.backbone = workspace.backbone
 
-    def validate(self, state: ServerState, completed: int) -> dict[str, Any]:
+    def validate(self, state: ServerState, completed: int) -> ValidationFigures:
         """The plain mean over examples: choosing a round uses no label. Labels only sort the log."""
         held = self.workspace.validation
         losses = torch.zeros(len(held.encoded))
@@ -136,13 +138,13 @@ class LocalRun:
             record["scores"] = answer_scores(self.config, self.workspace.tasks, models, held, self.engine.console)
         return record
 
-    def labels(self) -> dict[str, Any]:
+    def labels(self) -> LabelRecord:
         return label_record(self.workspace)
 
-    def prompts(self) -> dict[str, Any]:
+    def prompts(self) -> PromptMap:
         return prompt_map(self.workspace)
 
-    def summarise(self, run: RunFolder, progress: Progress, console: Console) -> dict[str, Any]:
+    def summarise(self, run: RunFolder, progress: Progress, console: Console) -> Summary:
         return summarise(run, self, self.workspace, progress, console)
 
     def close(self) -> None:
@@ -151,7 +153,7 @@ class LocalRun:
             raise RuntimeError("the backbone changed during the run, which must never happen")
 
 
-def _execute(run: RunFolder, prepared: Prepared, console: Console) -> dict[str, Any]:
+def _execute(run: RunFolder, prepared: Prepared, console: Console) -> Summary:
     console.spent.clear()
     console.on_progress = LiveProgress(run.path, prepared.config.training.rounds).phase
     if prepared.config.engine == "flower":
@@ -172,7 +174,7 @@ def _execute(run: RunFolder, prepared: Prepared, console: Console) -> dict[str, 
     return carry_out(run, LocalRun(workspace), console, started)
 
 
-def carry_out(run: RunFolder, context: RunContext, console: Console, started: float) -> dict[str, Any]:
+def carry_out(run: RunFolder, context: RunContext, console: Console, started: float) -> Summary:
     """All phases of a run, from wherever its folder says it stands."""
     method = build_method(context.config)
     live = LiveProgress(run.path, context.config.training.rounds)
@@ -195,7 +197,7 @@ def carry_out(run: RunFolder, context: RunContext, console: Console, started: fl
     def after_round(state: ServerState, report: RoundReport) -> None:
         """Validate, remember the best, save."""
         completed = report.t + 1
-        run.log("round", round=completed, **round_record(report))
+        run.log({"event": "round", "round": completed, **round_record(report)})
         rounds, every = context.config.training.rounds, context.config.evaluation.every
         note = f"train loss {report.train_loss:.3f}"
         progress.state, progress.completed = state, completed
@@ -232,7 +234,7 @@ def carry_out(run: RunFolder, context: RunContext, console: Console, started: fl
 def _validate(context: RunContext, state: ServerState, run: RunFolder, completed: int) -> float:
     """The validation loss, which is logged."""
     measured = context.validate(state, completed)
-    run.log("validation", round=completed, **measured)
+    run.log({"event": "validation", "round": completed, **measured})
     return measured["loss"]
 
 

@@ -12,9 +12,10 @@ from fedweave.federation.engines.flower.switches import OUTBOUND_OFF
 from fedweave.methods import build_method
 from fedweave.runs.folder import RunFolder
 from fedweave.runs.workspace import Prepared
+from fedweave.schema import Summary
 
 
-def simulate(run: RunFolder, prepared: Prepared, console: Console) -> dict[str, Any]:
+def simulate(run: RunFolder, prepared: Prepared, console: Console) -> Summary:
     """The run over as many simulated nodes as there are clients; tested here, where the test set is."""
     for name, value in OUTBOUND_OFF.items():
         os.environ.setdefault(name, value)
@@ -32,7 +33,7 @@ def simulate(run: RunFolder, prepared: Prepared, console: Console) -> dict[str, 
     if build_method(workspace.config).uses_labels:
         workspace.reveal_labels()
     nodes = len(prepared.data.clients)
-    outcome: list[dict[str, Any] | Exception] = []
+    outcome: list[Summary | Exception] = []
     server_app = ServerApp()
 
     @server_app.main()

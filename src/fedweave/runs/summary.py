@@ -8,7 +8,7 @@ import subprocess
 import sys
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 
@@ -30,6 +30,7 @@ from fedweave.router.mlp import RouterLayout
 from fedweave.runs.folder import Progress, RunFolder
 from fedweave.runs.testing import evaluate_models, routed_models
 from fedweave.runs.workspace import TestSet
+from fedweave.schema import Communication, Environment, Prediction, Summary, Test, Tested
 from fedweave.settings import to_tree
 
 if TYPE_CHECKING:
@@ -55,7 +56,7 @@ class Tester(Protocol):
 
 def summarise(
     run: RunFolder, context: RunContext, tester: Tester | None, progress: Progress, console: Console
-) -> dict[str, Any]:
+) -> Summary:
     """Everything that summary.json holds, but for the timing; without a tester there is no test in it."""
     config, clients, backbone = context.config, context.engine.members, context.backbone
     here = [client for client in clients if isinstance(client, Client)]  # none where the clients are sites
@@ -95,7 +96,7 @@ def trained_parameters(config: Config, state: ServerState) -> int:
     return method_class(config.method).payload(sizes).trainable
 
 
-def _communication(run: RunFolder, state: ServerState) -> dict[str, Any]:
+def _communication(run: RunFolder, state: ServerState) -> Communication:
     """Bytes between clients and server, from the run's own log: before round 1, and per client and round."""
     events = [json.loads(line) for line in run.metrics.read_text(encoding="utf-8").splitlines()]
     rounds = [event for event in events if event["event"] == "round"]
@@ -112,16 +113,16 @@ def _communication(run: RunFolder, state: ServerState) -> dict[str, Any]:
     }
 
 
-def _test(run: RunFolder, tester: Tester, progress: Progress, console: Console) -> dict[str, Any]:
+def _test(run: RunFolder, tester: Tester, progress: Progress, console: Console) -> Test:
     """The bare backbone, the best round and the last; the best round's answers go to predictions.jsonl."""
-    test: dict[str, Any] = {}
+    test: Test = {}
     if tester.config.evaluation.untouched:
         tester.engine.detach()
         bar = console.progress("test, untouched backbone", len(tester.test.encoded), "examples")
         losses = example_losses(tester.backbone, tester.test.encoded, progress=bar)
         bar.close()
         test["untouched"] = {"loss": per_task(losses, tester.test.labels)}
-    predictions: list[dict[str, Any]] = []
+    predictions: list[Prediction] = []
     test["best"] = _evaluate(tester, progress.best, console, predictions)
     test["best"]["round"] = progress.best_round
     if progress.best_round == progress.completed:
@@ -140,13 +141,13 @@ def served_models(tester: Tester, state: ServerState) -> list[FedWeaveModel]:
 
 
 def _evaluate(
-    tester: Tester, state: ServerState, console: Console, predictions: list[dict[str, Any]] | None = None
-) -> dict[str, Any]:
+    tester: Tester, state: ServerState, console: Console, predictions: list[Prediction] | None = None
+) -> Tested:
     models = served_models(tester, state)
     return evaluate_models(tester.config, tester.tasks, models, tester.test, console, predictions)
 
 
-def environment(device: torch.device) -> dict[str, Any]:
+def environment(device: torch.device) -> Environment:
     """Versions, device and, in a checkout, the commit."""
     packages = {
         "fedweave": fedweave.__version__,

@@ -15,15 +15,16 @@ from fedweave.data.examples import Task
 from fedweave.errors import UserError
 from fedweave.evaluation.audit import per_task, routing_table
 from fedweave.evaluation.losses import example_losses
-from fedweave.evaluation.scores import scores
 from fedweave.experts.mixture import Mixture
 from fedweave.federation.method import Method
 from fedweave.federation.state import ServerState
 from fedweave.inference.generate import generate
 from fedweave.inference.model import FedWeaveModel
 from fedweave.methods import build_method
+from fedweave.metrics.scores import scores
 from fedweave.router.mlp import sparsify
 from fedweave.runs.workspace import TestSet
+from fedweave.schema import ByTask, Prediction, Tested
 
 
 def routed_models(backbone: Backbone, mixture: Mixture, method: Method, state: ServerState) -> list[FedWeaveModel]:
@@ -41,8 +42,8 @@ def evaluate_models(
     models: list[FedWeaveModel],
     held: TestSet,
     console: Console,
-    predictions: list[dict[str, Any]] | None = None,
-) -> dict[str, Any]:
+    predictions: list[Prediction] | None = None,
+) -> Tested:
     """Losses of every routing, scores of the chosen one, the routing table; means where several models serve."""
     results = [
         _evaluate_model(config, tasks, model, held, console, predictions if model is models[0] else None)
@@ -67,12 +68,12 @@ def _evaluate_model(
     model: FedWeaveModel,
     held: TestSet,
     console: Console,
-    predictions: list[dict[str, Any]] | None,
-) -> dict[str, Any]:
+    predictions: list[Prediction] | None,
+) -> Tested:
     settings, used = config.evaluation, build_method(config).routing
     weights = model.weights(held.features)  # [n, M]
     several = model.mixture.layout.experts > 1
-    result: dict[str, Any] = {
+    result: Tested = {
         "used": used if several else "sparse",
         "loss": {},
         "routing": routing_table(weights, held.labels),
@@ -100,7 +101,7 @@ def _evaluate_model(
 
 def answer_scores(
     config: Config, tasks: dict[str, Task], models: list[FedWeaveModel], held: TestSet, console: Console
-) -> dict[str, float]:
+) -> ByTask:
     """Scores of generated answers with the method's own routing; means where several models serve."""
     used = build_method(config).routing
     each = []
@@ -118,8 +119,8 @@ def _scores(
     weights: torch.Tensor,
     gates: torch.Tensor,
     console: Console,
-    predictions: list[dict[str, Any]] | None,
-) -> dict[str, float]:
+    predictions: list[Prediction] | None,
+) -> ByTask:
     """Generate and score the answers of every task; ``macro`` is the unweighted mean."""
     settings = config.evaluation
     bar = console.progress("answers", len(held.encoded), "prompts")
@@ -137,7 +138,7 @@ def _scores(
             settings.batch_size,
             bar,
         )
-        each = scores(task.metric, answers, [held.references[i] for i in rows], settings.rouge)
+        each = scores(task.metric, answers, [held.references[i] for i in rows], settings.rouge, task.labels)
         means[name] = float(np.mean(each))
         if predictions is not None:
             predictions += [

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Mapping
 
 from fedweave.console import shade, table
+from fedweave.schema import Audit, ByTask, Summary, Tested
+
+AUDIT = ["purity", "NMI", "ARI"]
 
 
-def summary_text(summary: dict[str, Any]) -> str:
+def summary_text(summary: Summary) -> str:
     """A summary as text."""
-    best, chosen = summary["test"].get("best"), summary["validation"]
+    tested, chosen = summary["test"], summary["validation"]
     parts = [
         "",
         f"{summary['method']} · {summary['backbone']['model']} · {summary['clients']} clients · "
@@ -17,39 +20,44 @@ def summary_text(summary: dict[str, Any]) -> str:
         f"best of {summary['rounds']} rounds: {chosen['best_round']}",
         "",
     ]
-    if best:
-        parts += [_results(summary, best), "", _routing(summary, best)]
+    if "best" in tested:
+        bare = tested["untouched"]["loss"] if "untouched" in tested else None
+        parts += [results_table(tested["best"], summary["tasks"], bare), "", _routing(summary, tested["best"])]
+    elif chosen["best_loss"] < 0:  # a loss that nobody measured counts rounds down
+        parts.append("no site measured a validation loss")
     else:
         parts.append(f"validation loss of all sites: {chosen['best_loss']:.3f}")
-    if summary.get("audit"):
-        rows = [
-            [level, *(f"{summary['audit'][level][k]:.3f}" for k in ("purity", "nmi", "ari"))]
-            for level in ("local", "global")
-        ]
-        parts += ["", table(["alignment audit", "purity", "NMI", "ARI"], rows)]
+    if summary["audit"]:
+        parts += ["", table(["alignment audit", *AUDIT], audit_rows(summary["audit"]))]
     parts += [""] + [f"note: {note}" for note in summary["notes"]]
     if "timing" in summary:
         parts.append(f"time: {summary['timing']['total_s']:.0f} s")
     return "\n".join(parts)
 
 
-def _results(summary: dict[str, Any], best: dict[str, Any]) -> str:
-    names = {**summary["tasks"], "macro": "macro average"}
-    untouched = summary["test"].get("untouched", {}).get("loss")
-    routings = list(best["loss"])
-    scored = best.get("score")
-    header = ["test", *([f"score {best['used']} ↑"] if scored else []), *(f"loss {r} ↓" for r in routings)]
-    header += ["loss untouched"] if untouched else []
+def results_table(tested: Tested, titles: Mapping[str, str], bare: ByTask | None = None) -> str:
+    """Scores and losses of every task, beside the untouched model's where they are known."""
+    scored, used = tested.get("score"), tested["used"]
+    header = ["test", *([f"score {used} ↑"] if scored else []), *(f"loss {r} ↓" for r in tested["loss"])]
+    header += ["loss untouched"] if bare else []
     rows = []
-    for task in best["loss"][routings[0]]:
-        row = [names[task], *([f"{scored[task]:.3f}"] if scored else [])]
-        row += [f"{best['loss'][r][task]:.3f}" for r in routings]
-        row += [f"{untouched[task]:.3f}"] if untouched else []
-        rows.append(row)
+    for task in tested["loss"][used]:
+        row = [titles.get(task, "macro average"), *([f"{scored[task]:.3f}"] if scored else [])]
+        row += [f"{losses[task]:.3f}" for losses in tested["loss"].values()]
+        rows.append([*row, *([f"{bare[task]:.3f}"] if bare else [])])
     return table(header, rows)
 
 
-def _routing(summary: dict[str, Any], best: dict[str, Any]) -> str:
+def audit_rows(audit: Audit) -> list[list[str]]:
+    """Purity, NMI and ARI of buckets and of experts."""
+    levels = {"local": audit["local"], "global": audit["global"]}
+    return [
+        [level, f"{found['purity']:.3f}", f"{found['nmi']:.3f}", f"{found['ari']:.3f}"]
+        for level, found in levels.items()
+    ]
+
+
+def _routing(summary: Summary, best: Tested) -> str:
     experts = [f"expert {m}" for m in range(summary["experts"])]
     rows = [[summary["tasks"][task], *map(shade, weights)] for task, weights in best["routing"].items()]
     return table(["router weights", *experts], rows)

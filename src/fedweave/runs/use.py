@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -18,17 +16,20 @@ from fedweave.bundle.export import describe, require_new, write_bundle, write_me
 from fedweave.bundle.hub import fetch_bundle, hub_repository
 from fedweave.bundle.load import is_bundle, load_bundle, verify_bundle
 from fedweave.config import Config, from_tree, split_overrides
-from fedweave.console import Console, table
+from fedweave.console import Console
 from fedweave.data import load_data
 from fedweave.data.examples import Example, Task
-from fedweave.data.jsonl import read_examples
+from fedweave.data.own import read_test
 from fedweave.errors import UserError
 from fedweave.experts.mixture import Mixture
 from fedweave.inference.model import FedWeaveModel
 from fedweave.methods import build_method
-from fedweave.runs.folder import RunFolder
+from fedweave.runs.folder import RunFolder, Snapshot
+from fedweave.runs.reading import read_run
 from fedweave.runs.testing import evaluate_models, routed_models
+from fedweave.runs.text import results_table
 from fedweave.runs.workspace import held_out
+from fedweave.schema import Description
 from fedweave.settings import insert
 
 
@@ -49,9 +50,9 @@ def load(
 
 def _run_models(
     folder: Path, config: Config, last: bool, console: Console, device: str = "auto"
-) -> tuple[list[FedWeaveModel], Origin]:
-    """(served models, where they come from) of a run's best round, or last; needs the backbone but none of its
-    data. ``device`` other than auto takes the place of the config's."""
+) -> tuple[list[FedWeaveModel], Snapshot]:
+    """(served models, the checkpoint they are from) of a run's best round, or last; needs the backbone but none of
+    its data. ``device`` other than auto takes the place of the config's."""
     method = build_method(config)
     if method.uses_labels:
         raise UserError(f"{config.method} routes by task label and cannot answer a prompt that has none.")
@@ -64,20 +65,13 @@ def _run_models(
     layers = backbone.linear_layers(config.experts.target_modules)
     state = (snapshot.state if last else snapshot.best)(layers, backbone.device)
     mixture = Mixture(layers, state.layout, config.experts.alpha)
-    meta, summary = snapshot.meta, folder / "summary.json"
-    origin = Origin(
-        config=config,
-        round=meta["completed" if last else "best_round"],
-        clients=len(meta["clients"]),
-        summary=json.loads(summary.read_text(encoding="utf-8")) if summary.is_file() else None,
-    )
-    return routed_models(backbone, mixture, method, state), origin
+    return routed_models(backbone, mixture, method, state), snapshot
 
 
 # -------------------------------------------------------------------------------------- for others
 
 
-def export_run(folder: Path, target: Path, last: bool = False) -> dict[str, Any]:
+def export_run(folder: Path, target: Path, last: bool = False) -> Description:
     """Write a run's best (or last) model as a bundle; returns what fedweave.json holds."""
     require_new(target)
     return write_bundle(target, *_the_model(folder, last))
@@ -98,16 +92,18 @@ def export_merged(source: Path, target: Path, expert: int, last: bool = False) -
 def _the_model(folder: Path, last: bool) -> tuple[FedWeaveModel, Origin]:
     """The one model of a run; a method that serves every client its own has none to hand on."""
     _, config = RunFolder.open(folder)
-    models, origin = _run_models(folder, config, last, Console(quiet=True))
+    models, snapshot = _run_models(folder, config, last, Console(quiet=True))
     if len(models) != 1:
         raise UserError(f"{config.method} trains a model for every client and has none to export.")
     for name, tensor in (("experts", models[0].theta), ("router", models[0].experts.phi)):
         if tensor is not None and not torch.isfinite(tensor).all():
             raise UserError(f"the run's {name} hold NaN or infinity and cannot be exported.")
-    return models[0], origin
+    run, completed = read_run(folder), snapshot.meta["completed" if last else "best_round"]
+    measured = next((event for event in run.validations if event["round"] == completed), None)
+    return models[0], Origin(config, completed, len(snapshot.meta["clients"]), run.summary, measured)
 
 
-def _described(source: Path, last: bool) -> tuple[FedWeaveModel, dict[str, Any]]:
+def _described(source: Path, last: bool) -> tuple[FedWeaveModel, Description]:
     """(model, description) of a run or a bundle."""
     if is_bundle(source):
         return load_bundle(source), verify_bundle(source)
@@ -129,13 +125,7 @@ def evaluate(folder: Path, overrides: list[str], data: Path | None, last: bool, 
     rows, encoded = encode(models[0].backbone, examples, config.data.long_answers, console)
     features = compute_features(models[0].backbone, [e.prompt for e in encoded], console)
     result = evaluate_models(config, tasks, models, held_out(rows, encoded, features), console)
-    lines = []
-    for task in next(iter(result["loss"].values())):
-        title = tasks[task].title if task in tasks else "macro average"
-        cells = [f"{result['score'][task]:.3f}"] if "score" in result else []
-        lines.append([title, *cells, *(f"{result['loss'][r][task]:.3f}" for r in result["loss"])])
-    scored = [f"score {result['used']} ↑"] if "score" in result else []
-    return table(["test", *scored, *(f"loss {r} ↓" for r in result["loss"])], lines)
+    return results_table(result, {name: task.title for name, task in tasks.items()})
 
 
 def _bundle(
@@ -145,7 +135,7 @@ def _bundle(
     if data is None:
         raise UserError(f"{folder} is a bundle and holds no data; name a JSONL file with --data.")
     description = verify_bundle(folder)
-    tree: dict[str, Any] = {"method": description["method"], "backbone": description["backbone"]}
+    tree: dict[str, object] = {"method": description["method"], "backbone": description["backbone"]}
     for key, value in split_overrides(overrides):
         if not key.startswith("evaluation."):
             raise UserError(f"{key} is fixed for a bundle; only keys of evaluation may be set.")
@@ -157,15 +147,13 @@ def _bundle(
 
 def _examples(config: Config, data: Path | None, console: Console) -> tuple[list[Example], dict[str, Task]]:
     """The run's own test set, or a file of the user's."""
-    if data is None:
+    path, named = (str(data), "--data ") if data else (config.federation.test, "federation.test=")
+    if path is None or (data is None and config.data.source != "sites"):
         loaded = load_data(config)
         for note in loaded.notes:
             console.say(f"note: {note}")
         return loaded.test, loaded.tasks
-    if not data.is_file():
-        raise UserError(f"--data {data}: there is no such file.")
-    examples = read_examples(data)
-    if not examples:
-        raise UserError(f"--data {data}: the file is empty.")
-    tasks = {e.task: Task(e.task, e.task, "rouge", config.evaluation.max_new_tokens) for e in examples}
+    examples, tasks, notes = read_test(config, path, named)
+    for note in notes:
+        console.say(f"note: {note}")
     return examples, tasks

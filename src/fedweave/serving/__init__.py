@@ -1,8 +1,8 @@
-"""An OpenAI-compatible server: one engine thread with a running batch, or a gateway before another server.
+"""An OpenAI-compatible server: one thread with a running batch, or a gateway before another server.
 
 protocol.py   requests and responses as OpenAI clients write and read them
 jobs.py       one prompt to answer, and what happens to it, as both backends tell it
-engine.py     the backend that answers here; gateway.py the one that routes here and asks elsewhere
+local.py      the backend that answers here; gateway.py the one that routes here and asks elsewhere
 app.py        requests to jobs, and the routes; answers.py events to responses, whole or streamed
 guard.py      API key, size of a request, shape of an error; metrics.py what /metrics shows; page.html the page at /
 server.py     everything together, on a port

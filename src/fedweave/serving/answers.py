@@ -5,16 +5,16 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import AsyncIterator, Awaitable
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from fastapi import Request
 from fastapi.responses import StreamingResponse
 from starlette.types import Receive, Scope, Send
 
 from fedweave.serving.guard import ApiError
-from fedweave.serving.jobs import Answering, Ended, Failed, Piece, Routed
+from fedweave.serving.jobs import Answering, Ended, Event, Failed, Piece, Routed
 from fedweave.serving.metrics import Metrics
-from fedweave.serving.protocol import Reply, error_body, event, usage
+from fedweave.serving.protocol import Json, Reply, error_body, event, usage
 
 T = TypeVar("T")
 
@@ -38,12 +38,12 @@ class Answers:
             self.routed.append(first)
 
     @property
-    def fedweave(self) -> Any:
+    def fedweave(self) -> object:
         """Who answers: an object, or a list of them where several prompts were sent."""
         told = [{"expert": r.expert, "weights": r.weights, "routing": self.routing} for r in self.routed]
         return told[0] if len(told) == 1 else told
 
-    async def whole(self) -> dict[str, Any]:
+    async def whole(self) -> Json:
         texts, reasons, tokens = [""] * len(self.answerings), [""] * len(self.answerings), 0
         for i, answering in enumerate(self.answerings):
             async for told in answering.events():
@@ -60,7 +60,8 @@ class Answers:
         """Server-sent events; several prompts take turns as their text comes."""
         tokens, waiting_for_text = 0, True
         for index in range(len(self.answerings)):
-            yield self.reply.chunk(index, "", first=True, **({"fedweave": self.fedweave} if index == 0 else {}))
+            routed: Json = {"fedweave": self.fedweave} if index == 0 else {}
+            yield self.reply.chunk(index, "", first=True, extra=routed)
         async for index, told in merged(self.answerings):
             if isinstance(told, Piece):
                 if waiting_for_text:
@@ -105,7 +106,7 @@ class EventStream(StreamingResponse):
             self._answer.cancel()
 
 
-async def merged(answerings: list[Answering]) -> AsyncIterator[tuple[int, Any]]:
+async def merged(answerings: list[Answering]) -> AsyncIterator[tuple[int, Event]]:
     """Events of several answers in the order in which they come."""
     pending = {asyncio.ensure_future(a.next()): i for i, a in enumerate(answerings)}
     try:

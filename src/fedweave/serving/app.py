@@ -6,21 +6,20 @@ import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 from fastapi import FastAPI, Request
 from fastapi.responses import HTMLResponse, JSONResponse, Response
-from jinja2 import TemplateError
 from starlette.concurrency import run_in_threadpool
 
 from fedweave.backbone.load import Backbone
 from fedweave.backbone.prompts import EncodedPrompt, LongAnswer
-from fedweave.errors import UserError, first_line
+from fedweave.errors import UserError
 from fedweave.serving.answers import Answers, EventStream, Gone, unless_gone
 from fedweave.serving.guard import ApiError, Guard, speak_openai
 from fedweave.serving.jobs import Backend, Busy, Job, Limits
 from fedweave.serving.metrics import Metrics
-from fedweave.serving.protocol import ChatRequest, CommonRequest, CompletionRequest, Reply
+from fedweave.serving.protocol import ChatRequest, CommonRequest, CompletionRequest, Json, Reply
 
 ROUTED = "fedweave"  # the model name that leaves the choice to the router
 
@@ -55,8 +54,6 @@ class Api:
                 encoded = [prompts.encode_raw(text) for text in body.prompts()]
         except LongAnswer:
             raise ApiError(400, too_long, "context_length_exceeded") from None
-        except TemplateError as error:  # some templates insist on an order of roles
-            raise UserError(f"messages: the chat template refuses them ({first_line(error)}).") from None
         if not encoded or not all(len(prompt.ids) for prompt in encoded):
             raise UserError("prompt: there is nothing to continue.")
         if any(prompt.truncated for prompt in encoded):
@@ -91,7 +88,7 @@ class Api:
 
     # ---------------------------------------------------------------------------------- the rest
 
-    def models(self) -> list[dict[str, Any]]:
+    def models(self) -> list[Json]:
         return [
             {
                 "id": name,
@@ -132,11 +129,11 @@ def build_app(api: Api, key: str | None = None) -> FastAPI:
         return await api.respond(request, "text", body)
 
     @app.get("/v1/models")
-    async def models() -> dict[str, Any]:
+    async def models() -> Json:
         return {"object": "list", "data": api.models()}
 
     @app.get("/v1/models/{name}")
-    async def model(name: str) -> dict[str, Any]:
+    async def model(name: str) -> Json:
         api.expert(name)
         return next(m for m in api.models() if m["id"] == name)
 

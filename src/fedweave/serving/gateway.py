@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import AsyncIterator, Sequence
-from typing import Any
+from typing import TypedDict
 
 import httpx
 
@@ -19,6 +19,24 @@ from fedweave.errors import UserError, first_line
 from fedweave.inference.model import FedWeaveModel
 from fedweave.inference.text import AnswerText
 from fedweave.serving.jobs import Answering, Busy, Ended, Failed, Job, Limits, Piece, Routed
+from fedweave.serving.protocol import Json
+
+
+class _Usage(TypedDict):
+    completion_tokens: int
+
+
+class _Choice(TypedDict, total=False):
+    text: str | None
+    finish_reason: str | None
+
+
+class _Chunk(TypedDict, total=False):
+    """As much of an upstream's event as is read."""
+
+    choices: list[_Choice]
+    usage: _Usage | None
+    error: object
 
 
 class Gateway:
@@ -130,7 +148,8 @@ class Gateway:
             if not begun:  # the upstream has accepted
                 answering.tell(Routed(expert, weights))
                 begun = True
-            tokens = (chunk.get("usage") or {}).get("completion_tokens", tokens)
+            if used := chunk.get("usage"):
+                tokens = used["completion_tokens"]
             for choice in chunk.get("choices", []):
                 if piece := text.feed(choice.get("text") or ""):
                     answering.tell(Piece(piece))
@@ -141,7 +160,7 @@ class Gateway:
             answering.tell(Piece(rest))
         answering.tell(Ended(reason, tokens))
 
-    def _request(self, job: Job, expert: int) -> dict[str, Any]:
+    def _request(self, job: Job, expert: int) -> Json:
         sampling = job.sampling
         request = {
             "model": f"expert_{expert}",
@@ -160,7 +179,7 @@ class Gateway:
         }
         return {name: value for name, value in request.items() if value is not None}
 
-    async def _chunks(self, request: dict[str, Any]) -> AsyncIterator[dict[str, Any]]:
+    async def _chunks(self, request: Json) -> AsyncIterator[_Chunk]:
         """The upstream's events, parsed; its refusals as ours."""
         async with self._client.stream("POST", "/v1/completions", json=request) as response:
             if response.status_code != 200:
@@ -170,7 +189,7 @@ class Gateway:
                 data = line.removeprefix("data:").strip()
                 if not line.startswith("data:") or data == "[DONE]":
                     continue
-                chunk = json.loads(data)
+                chunk: _Chunk = json.loads(data)
                 if "error" in chunk:
                     raise _Refused(502, f"the upstream {self.url} failed: {chunk['error']}.")
                 yield chunk

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import time
 import uuid
-from typing import Any, Literal
+from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
@@ -13,12 +13,14 @@ from fedweave.errors import UserError
 from fedweave.inference.sampling import Sampling
 from fedweave.router.mlp import active_experts
 
+Json = dict[str, object]
+
 # What would change an answer but is not offered: better refused than passed over in silence.
 UNSUPPORTED = {
     "tools", "tool_choice", "functions", "function_call", "response_format", "logprobs", "top_logprobs",
     "logit_bias", "frequency_penalty", "presence_penalty", "echo", "best_of", "suffix", "audio", "modalities",
 }  # fmt: skip
-HARMLESS: tuple[Any, ...] = (None, False, 0, [], {}, "none", "auto", {"type": "text"})
+HARMLESS: tuple[object, ...] = (None, False, 0, [], {}, "none", "auto", {"type": "text"})
 
 
 def whole_text(text: str, param: str) -> str:
@@ -34,16 +36,18 @@ class Message(BaseModel):
     """A chat message; content is a text, or parts of type text."""
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: str | list[dict[str, Any]]
+    content: str | list[Json]
 
     def plain(self) -> dict[str, str]:
         """As templates take it: the developer is the system, parts are joined."""
         if isinstance(self.content, str):
             text = self.content
-        elif all(part.get("type") == "text" and isinstance(part.get("text"), str) for part in self.content):
-            text = "\n".join(part["text"] for part in self.content)
         else:
-            raise UserError("messages: only text parts are understood.")
+            parts = [part["text"] for part in self.content if part.get("type") == "text" and "text" in part]
+            texts = [part for part in parts if isinstance(part, str)]
+            if len(texts) < len(self.content):
+                raise UserError("messages: only text parts are understood.")
+            text = "\n".join(texts)
         return {
             "role": "system" if self.role == "developer" else self.role,
             "content": whole_text(text, "messages"),
@@ -77,7 +81,7 @@ class CommonRequest(BaseModel):
         return self.max_tokens
 
     def sampling(self, longest: int) -> Sampling:
-        """The engine's options; whatever is not offered is one sentence."""
+        """How to answer; whatever is not offered is one sentence."""
         if self.n not in (None, 1):
             raise UserError("n: one answer per request is offered; send the request again for another.")
         for name, value in (self.model_extra or {}).items():
@@ -90,7 +94,7 @@ class CommonRequest(BaseModel):
         stops = [self.stop] if isinstance(self.stop, str) else self.stop or []
         if len(stops) > 16:
             raise UserError("stop: at most 16 stop strings.")
-        options: dict[str, Any] = {
+        options: Json = {
             "max_new_tokens": asked or longest,
             "repetition_penalty": self.repetition_penalty,
             "stop_strings": stops,
@@ -120,11 +124,13 @@ class CompletionRequest(CommonRequest):
 
     prompt: str | list[str] | list[int] | list[list[int]]
 
-    def prompts(self) -> list[Any]:
+    def prompts(self) -> list[str | list[int]]:
         """Always several: each a text or a list of token ids."""
-        one = isinstance(self.prompt, str) or (self.prompt and isinstance(self.prompt[0], int))
-        prompts: list[Any] = [self.prompt] if one else list(self.prompt)
-        return [whole_text(p, "prompt") if isinstance(p, str) else p for p in prompts]
+        given = [self.prompt] if isinstance(self.prompt, str) else self.prompt
+        ids = [token for token in given if isinstance(token, int)]
+        if ids:  # one prompt
+            return [ids]
+        return [whole_text(p, "prompt") if isinstance(p, str) else p for p in given if not isinstance(p, int)]
 
 
 # ------------------------------------------------------------------------------------------ responses
@@ -137,7 +143,7 @@ class Reply:
         self.kind, self.model, self.created = kind, model, int(time.time())
         self.id = f"{'chatcmpl' if kind == 'chat' else 'cmpl'}-{uuid.uuid4().hex[:24]}"
 
-    def whole(self, texts: list[str], reasons: list[str], usage: dict[str, int], fedweave: Any) -> dict[str, Any]:
+    def whole(self, texts: list[str], reasons: list[str], usage: dict[str, int], fedweave: object) -> Json:
         choices = [
             {"index": i, "finish_reason": reason, "logprobs": None, **self._content(text)}
             for i, (text, reason) in enumerate(zip(texts, reasons, strict=True))
@@ -145,18 +151,20 @@ class Reply:
         kind = "chat.completion" if self.kind == "chat" else "text_completion"
         return self._envelope(kind, choices) | {"usage": usage, "fedweave": fedweave}
 
-    def _content(self, text: str) -> dict[str, Any]:
+    def _content(self, text: str) -> Json:
         return {"message": {"role": "assistant", "content": text}} if self.kind == "chat" else {"text": text}
 
-    def chunk(self, index: int, text: str, reason: str | None = None, first: bool = False, **extra: Any) -> str:
+    def chunk(
+        self, index: int, text: str, reason: str | None = None, first: bool = False, extra: Json | None = None
+    ) -> str:
         """One event of a stream; the first of a chat names the role, the last the reason."""
         if self.kind == "chat":
-            delta: dict[str, Any] = {"role": "assistant", "content": text} if first else {"content": text}
-            content: dict[str, Any] = {"delta": {} if reason else delta}
+            delta: Json = {"role": "assistant", "content": text} if first else {"content": text}
+            content: Json = {"delta": {} if reason else delta}
         else:
             content = {"text": text}
         choice = {"index": index, "finish_reason": reason, "logprobs": None, **content}
-        return event(self._envelope(self._chunk_kind, [choice]) | extra)
+        return event(self._envelope(self._chunk_kind, [choice]) | (extra or {}))
 
     def usage_chunk(self, usage: dict[str, int]) -> str:
         return event(self._envelope(self._chunk_kind, []) | {"usage": usage})
@@ -165,11 +173,11 @@ class Reply:
     def _chunk_kind(self) -> str:
         return "chat.completion.chunk" if self.kind == "chat" else "text_completion"
 
-    def _envelope(self, kind: str, choices: list[dict[str, Any]]) -> dict[str, Any]:
+    def _envelope(self, kind: str, choices: list[Json]) -> Json:
         return {"id": self.id, "object": kind, "created": self.created, "model": self.model, "choices": choices}
 
 
-def event(content: Any) -> str:
+def event(content: Json) -> str:
     """One server-sent event."""
     return f"data: {json.dumps(content, ensure_ascii=False)}\n\n"
 
@@ -178,7 +186,7 @@ def usage(prompt: int, completion: int) -> dict[str, int]:
     return {"prompt_tokens": prompt, "completion_tokens": completion, "total_tokens": prompt + completion}
 
 
-def error_body(status: int, message: str, code: str | None = None, param: str | None = None) -> dict[str, Any]:
+def error_body(status: int, message: str, code: str | None = None, param: str | None = None) -> Json:
     kinds = {401: "authentication_error", 404: "invalid_request_error", 429: "rate_limit_error"}
     kind = kinds.get(status, "invalid_request_error" if status < 500 else "server_error")
     return {"error": {"message": message, "type": kind, "param": param, "code": code}}

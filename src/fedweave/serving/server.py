@@ -14,9 +14,9 @@ from fedweave.console import Console
 from fedweave.errors import UserError
 from fedweave.inference.model import FedWeaveModel
 from fedweave.serving.app import Api, build_app
-from fedweave.serving.engine import Engine
 from fedweave.serving.gateway import Gateway
 from fedweave.serving.jobs import Limits
+from fedweave.serving.local import LocalBackend
 
 
 @dataclass(frozen=True)
@@ -45,7 +45,7 @@ async def _serve(
     model: FedWeaveModel, settings: ServerSettings, limits: Limits, listener: socket.socket, console: Console
 ) -> None:
     experts = model.mixture.layout.experts
-    backend: Engine | Gateway = Engine(model, limits)
+    backend: LocalBackend | Gateway = LocalBackend(model, limits)
     if settings.upstream:
         backend = Gateway(model, limits, settings.upstream, settings.upstream_key)
         if problem := await backend.problem():

@@ -122,7 +122,7 @@ class Deployment:
     def stammering_site(self, name: str) -> subprocess.Popen:
         """A site that sends every answer twice."""
         twice = (
-            "import sys; from fedweave.federation.flower import tasks; from fedweave.cli import main; "
+            "import sys; from fedweave.federation.engines.flower import tasks; from fedweave.cli import main; "
             "once = tasks.push_message; "
             "tasks.push_message = lambda *a: (once(*a), once(*a)); "
             "sys.exit(main(sys.argv[1:]))"

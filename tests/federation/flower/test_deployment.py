@@ -78,6 +78,15 @@ def federated(deployment):
     return run
 
 
+def card_and_page(run):
+    """(model card, report) of a run over sites, made as for any other run."""
+    bundle = run.with_name(f"bundle-of-{len(events(run, 'round'))}-rounds")
+    for words in (["export", run, bundle], ["report", run], ["budget", run], ["watch", run, "--once"]):
+        assert main([str(word) for word in words]) == 0, words
+    assert main(["generate", str(bundle), "How many?", "--max-new-tokens", "2"]) == 0
+    return (bundle / "README.md").read_text(), (run / "report.html").read_text()
+
+
 def test_a_deployment_gives_the_in_process_model(deployment, federated, monkeypatch):
     answered, other = assert_model_of_those_who_answered(deployment, federated, monkeypatch)
     assert answered == [set(SITES)]
@@ -87,12 +96,17 @@ def test_a_deployment_gives_the_in_process_model(deployment, federated, monkeypa
     assert ours["validation"]["best_loss"] == pytest.approx(theirs["validation"]["best_loss"], abs=1e-4)
     assert set(events(federated, "validation")[0]["sites"]) == set(SITES)
     assert main(["generate", str(federated), "How many?", "--max-new-tokens", "2"]) == 0
+    assert main(["evaluate", str(federated)]) == 0, "on federation.test"
+    card, page = card_and_page(federated)
+    assert "3 clients, each a site" in card and "| loss (sparse) |" in card and "| all |" in card
+    assert 'id="figure-test-loss"' in page
 
 
 def test_a_site_killed_in_a_round_is_missed_and_the_run_ends_well(deployment, federated, monkeypatch):
     """kill -9 between two questions: the round ends at its deadline without the site, the next does not wait."""
     shutil.rmtree(federated.with_name("run-in-one-process"), ignore_errors=True)
-    process = deployment.federate("killed", "--resume", federated, "training.rounds=3", "federation.deadline=15")
+    more = ["training.rounds=3", "federation.deadline=15", "federation.test=null"]
+    process = deployment.federate("killed", "--resume", federated, *more)
     wait_for(lambda: "resuming after round 1" in deployment.log("killed"), 120, "the resumed run")
     deployment.kill("west")
     deployment.finish(process, "killed", 240)
@@ -103,6 +117,20 @@ def test_a_site_killed_in_a_round_is_missed_and_the_run_ends_well(deployment, fe
     assert set(events(federated, "validation")[-1]["sites"]) == {"north", "south"}
     answered, _ = assert_model_of_those_who_answered(deployment, federated, monkeypatch)
     assert answered == [set(SITES), {"north", "south"}, {"north", "south"}]
+
+
+def test_a_run_without_a_test_set_shows_what_its_sites_measured(deployment, federated, capsys):
+    """The run of the test before, whose server has no test set any more."""
+    card, page = card_and_page(federated)
+    best = min(events(federated, "validation"), key=lambda event: event["loss"])
+    for site, loss in {**best["sites"], "all sites": best["loss"]}.items():
+        assert f"| {site} | {loss:.3f} |" in card
+        assert f"<td>{site}</td><td>{loss:.3f}</td>" in page
+    capsys.readouterr()
+    for verb, word in (("diagnose", "a diagnosis needs them"), ("evaluate", "--data")):
+        assert main([verb, str(federated)]) == 2
+        error = capsys.readouterr().err
+        assert word in error and error.count("\n") == 1
 
 
 def test_an_unregistered_site_is_turned_away(deployment, federated):

@@ -9,7 +9,7 @@ from typing import Protocol
 from fedweave.config import BackboneConfig, Config
 from fedweave.data import load_data
 from fedweave.data.examples import Example
-from fedweave.data.jsonl import hold_out, read_examples
+from fedweave.data.own import hold_out, read_examples
 from fedweave.errors import UserError
 from fedweave.federation.site.settings import SiteConfig
 from fedweave.streams import stream_key

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
+from statistics import fmean
+from typing import NamedTuple
 
+from fedweave.analysis.diagnosis import Diagnosis, Level, Number, Verdict, sources
 from fedweave.console import table
 
 _CONFLICT = {
@@ -14,27 +17,22 @@ _CONFLICT = {
 }
 _STARVING = 0.25  # of an even share of the steps
 
+Judgement = tuple[Level, str]
 
-def verdicts(found: dict[str, Any]) -> list[dict[str, str]]:
-    """What the figures mean: {"about": section, "level": good | note | warning, "text": sentence}."""
-    sections = {
-        "conflict": _judge_conflict,
-        "contamination": _judge_contamination,
-        "effective_budget": _judge_budget,
-        "router_paths": _judge_paths,
-        "routing_risk": _judge_risk,
-    }
-    judged = []
-    for name, judge in sections.items():
+
+def verdicts(found: Diagnosis) -> list[Verdict]:
+    """What the figures mean, section by section."""
+    judged: list[Verdict] = []
+    for name, section in SECTIONS.items():
         if name in found:
-            level, text = judge(found)
+            level, text = section.judge(found)
             judged.append({"about": name, "level": level, "text": text})
         elif name in found["refused"]:
             judged.append({"about": name, "level": "note", "text": f"{name} {found['refused'][name]}"})
     return judged
 
 
-def render(found: dict[str, Any]) -> str:
+def render(found: Diagnosis) -> str:
     """The whole diagnosis as text."""
     sample = found["sample"]
     parts = [
@@ -42,17 +40,10 @@ def render(found: dict[str, Any]) -> str:
         f"Gradients and losses: a sample of {len(sample['clients'])} of {sample['of_clients']} clients, "
         f"{sample['batches']} × {sample['batch_size']} examples of each bucket. Router weights: all examples."
     ]
-    tables = {
-        "conflict": _conflict_table,
-        "contamination": _contamination_table,
-        "effective_budget": _budget_table,
-        "router_paths": _paths_table,
-        "routing_risk": _risk_table,
-    }
     for verdict in found["verdicts"]:
         name = verdict["about"]
         if found.get(name):
-            parts.append(tables[name](found))
+            parts.append(SECTIONS[name].table(found))
         mark = {"good": "✓", "note": "·", "warning": "!"}[verdict["level"]]
         parts.append(f"  {mark} {verdict['text']}")
     return "\n\n".join(parts)
@@ -61,7 +52,7 @@ def render(found: dict[str, Any]) -> str:
 # -------------------------------------------------------------------------------------- verdicts
 
 
-def _judge_conflict(found: dict[str, Any]) -> tuple[str, str]:
+def _judge_conflict(found: Diagnosis) -> Judgement:
     parts = found["conflict"]
     shared = parts.get("merged_experts", parts["fresh_adapter"])
     broken = [name for name, part in parts.items() if not part["bound_holds"]]
@@ -78,7 +69,7 @@ def _judge_conflict(found: dict[str, Any]) -> tuple[str, str]:
     )
 
 
-def _judge_contamination(found: dict[str, Any]) -> tuple[str, str]:
+def _judge_contamination(found: Diagnosis) -> Judgement:
     part = found["contamination"]
     now = part["rounds"][str(found["round"])]
     if not all(row["lemma_holds"] for row in part["rounds"].values()):
@@ -89,23 +80,22 @@ def _judge_contamination(found: dict[str, Any]) -> tuple[str, str]:
         )
     else:
         prefix = ""
-    alive = [m for m, chi in enumerate(now["chi"]) if chi is not None]
+    alive = [(chi, m) for m, chi in enumerate(now["chi"]) if chi is not None]
     if not alive:
         return "warning", "No expert receives any routed weight."
-    worst = max(alive, key=lambda m: now["chi"][m])
-    chi = now["chi"][worst]
-    causes = {"impure buckets": "local", "misaligned buckets": "misalignment", "leaking routes": "leakage"}
-    cause = max(causes, key=lambda name: now[causes[name]][worst])
+    chi, worst = max(alive, key=lambda one: one[0])
+    causes = sources(now)
+    cause = max(causes, key=lambda name: causes[name][worst] or 0.0)
     whole = [x for x in part["client_mixture"] if x is not None]
     mixture = f"; with whole clients as units it would be up to {_percent(max(whole))}" if whole else ""
-    level = "good" if chi < 0.1 else "note" if chi < 0.3 else "warning"
+    level: Level = "good" if chi < 0.1 else "note" if chi < 0.3 else "warning"
     why = f", mostly from {cause}" if chi >= 0.01 else ""
     at_most = "below 0.1 %" if chi < 0.001 else f"at most {_percent(chi)}"
     where = f"expert {worst}, {part['target'][worst]}{why}"
     return level, f"{prefix}Off-pattern weight is {at_most} ({where}){mixture}."
 
 
-def _judge_budget(found: dict[str, Any]) -> tuple[str, str]:
+def _judge_budget(found: Diagnosis) -> Judgement:
     weight = found["effective_budget"]["mean_weight"]
     even = 1 / len(weight)
     starving = [m for m, w in enumerate(weight) if w < _STARVING * even]
@@ -121,7 +111,7 @@ def _judge_budget(found: dict[str, Any]) -> tuple[str, str]:
     )
 
 
-def _judge_paths(found: dict[str, Any]) -> tuple[str, str]:
+def _judge_paths(found: Diagnosis) -> Judgement:
     part = found["router_paths"]
     if not part["clients"]:
         return "note", "Every sampled client has one bucket, so there is nothing to interleave or to reset."
@@ -131,10 +121,9 @@ def _judge_paths(found: dict[str, Any]) -> tuple[str, str]:
             "warning",
             "D₁ = η²ζ² or ‖e‖² ≤ L²D fails, which must not happen; gradients may be below float precision.",
         )
-    order, consensus = (sum(r[key] for r in rows) / len(rows) for key in ("order_term", "consensus_term"))
-    persistent, reset = (
-        sum(r[key] - r["loss_start"] for r in rows) / len(rows) for key in ("loss_persistent", "loss_reset")
-    )
+    order, consensus = fmean(r["order_term"] for r in rows), fmean(r["consensus_term"] for r in rows)
+    persistent = fmean(r["loss_persistent"] - r["loss_start"] for r in rows)
+    reset = fmean(r["loss_reset"] - r["loss_start"] for r in rows)
     fast = max(r["rate"] * r["smoothness"] for r in rows)
     limit = "" if fast <= 1 else f" The rate is {fast:.1f} times the largest that the theorem allows."
     terms = f"order term {order:.1e}, consensus term {consensus:.1e}"
@@ -144,18 +133,16 @@ def _judge_paths(found: dict[str, Any]) -> tuple[str, str]:
             f"than 0.0001 either way ({terms}).{limit}"
         )
     if abs(persistent - reset) < 0.01 * max(abs(persistent), abs(reset)):
-        level, outcome = "note", "they are level"
-    elif persistent < reset:
-        level, outcome = "good", "interleaved is ahead"
+        outcome = "they are level"
     else:
-        level, outcome = "note", "reset is ahead"
-    return level, (
+        outcome = "interleaved is ahead" if persistent < reset else "reset is ahead"
+    return "good" if outcome == "interleaved is ahead" else "note", (
         f"{part['steps']} SGD steps at rate {part['rate']:g} change the loss by {persistent:+.4f} interleaved and "
         f"{reset:+.4f} reset-and-averaged: {outcome} ({terms}).{limit}"
     )
 
 
-def _judge_risk(found: dict[str, Any]) -> tuple[str, str]:
+def _judge_risk(found: Diagnosis) -> Judgement:
     part = found["routing_risk"]
     risks = [row["sparse"] for row in part["clients"].values() if "sparse" in row]
     if not all(risk["chain_holds"] for risk in risks):
@@ -167,7 +154,7 @@ def _judge_risk(found: dict[str, Any]) -> tuple[str, str]:
         if loose
         else ""
     )
-    level = "good" if part["margin_risk"] < 0.05 else "note" if part["margin_risk"] < 0.2 else "warning"
+    level: Level = "good" if part["margin_risk"] < 0.05 else "note" if part["margin_risk"] < 0.2 else "warning"
     return level, (
         f"The router misses its pattern's expert with {_percent(part['deficit'])} of its weight and "
         f"{_percent(part['margin_risk'])} of its choices; one active expert costs {excess:+.4f} of loss against "
@@ -178,7 +165,7 @@ def _judge_risk(found: dict[str, Any]) -> tuple[str, str]:
 # -------------------------------------------------------------------------------------- tables
 
 
-def _conflict_table(found: dict[str, Any]) -> str:
+def _conflict_table(found: Diagnosis) -> str:
     rows = []
     for name, part in found["conflict"].items():
         pairs = [
@@ -197,7 +184,7 @@ def _conflict_table(found: dict[str, Any]) -> str:
     return table(header, rows)
 
 
-def _contamination_table(found: dict[str, Any]) -> str:
+def _contamination_table(found: Diagnosis) -> str:
     part = found["contamination"]
     now = part["rounds"][str(found["round"])]
     header = [
@@ -210,15 +197,15 @@ def _contamination_table(found: dict[str, Any]) -> str:
         "whole uploads",
         "whole clients",
     ]
-    keys = ("chi", "local", "misalignment", "leakage", "client")
+    columns = [now["chi"], *sources(now).values(), now["client"], part["client_mixture"]]
     rows = [
-        [f"expert {m}", target, *(_percent(now[key][m]) for key in keys), _percent(part["client_mixture"][m])]
+        [f"expert {m}", target, *(_percent(column[m]) for column in columns)]
         for m, target in enumerate(part["target"])
     ]
     return table(header, rows)
 
 
-def _budget_table(found: dict[str, Any]) -> str:
+def _budget_table(found: Diagnosis) -> str:
     part = found["effective_budget"]
     rows = [
         [f"expert {m}", f"{a:.2e}", f"{w:.3f}", *(f"{by[m]:.3f}" for by in part["weight_by_round"].values())]
@@ -227,7 +214,7 @@ def _budget_table(found: dict[str, Any]) -> str:
     return table(["effective budget", "A", "mean ρ", *(f"ρ after {t}" for t in part["weight_by_round"])], rows)
 
 
-def _paths_table(found: dict[str, Any]) -> str:
+def _paths_table(found: Diagnosis) -> str:
     header = ["router paths", "ζ²", "D₁/η²ζ²", "D last", "Σ‖q‖²", "‖mean q‖²", "Σ‖e‖²", "L seen", "loss",
               "interleaved", "reset"]  # fmt: skip
     rows = [
@@ -242,7 +229,7 @@ def _paths_table(found: dict[str, Any]) -> str:
     return table(header, rows) if rows else "  router paths"
 
 
-def _risk_table(found: dict[str, Any]) -> str:
+def _risk_table(found: Diagnosis) -> str:
     rows = []
     for name, row in found["routing_risk"]["clients"].items():
         s = row.get("sparse")
@@ -255,5 +242,19 @@ def _risk_table(found: dict[str, Any]) -> str:
     return table(header, rows)
 
 
-def _percent(share: float | None) -> str:
+class _Section(NamedTuple):
+    judge: Callable[[Diagnosis], Judgement]
+    table: Callable[[Diagnosis], str]
+
+
+SECTIONS = {
+    "conflict": _Section(_judge_conflict, _conflict_table),
+    "contamination": _Section(_judge_contamination, _contamination_table),
+    "effective_budget": _Section(_judge_budget, _budget_table),
+    "router_paths": _Section(_judge_paths, _paths_table),
+    "routing_risk": _Section(_judge_risk, _risk_table),
+}
+
+
+def _percent(share: Number) -> str:
     return "–" if share is None else "0 %" if share == 0 else "<0.1 %" if share < 0.001 else f"{100 * share:.1f} %"

@@ -1,4 +1,5 @@
-"""The engine: one thread that owns the model. Requests join its running batch between two steps.
+"""The backend that answers here: one thread owns the model, and requests join its running batch between two
+steps.
 
 submit ─▶ waiting ─▶ route ─▶ running batch ─▶ one token for every row, again and again ─▶ events
           (bounded)                 ▲                          │
@@ -22,7 +23,7 @@ from fedweave.router.mlp import sparsify
 from fedweave.serving.jobs import Answering, Busy, Ended, Failed, Job, Limits, Piece, Routed
 
 
-class Engine:
+class LocalBackend:
     """Answers jobs with the experts of this process."""
 
     def __init__(self, model: FedWeaveModel, limits: Limits):
@@ -35,7 +36,7 @@ class Engine:
         self._mean_seconds = 1.0  # of an answer, a running mean
         self._wake = threading.Condition()
         self._stopping = False
-        self._thread = threading.Thread(target=self._loop, name="fedweave-engine", daemon=True)
+        self._thread = threading.Thread(target=self._loop, name="fedweave-model", daemon=True)
 
     def _new_batch(self) -> RunningBatch:
         length = self.model.backbone.prompts.max_length + self.limits.max_new_tokens
@@ -61,7 +62,7 @@ class Engine:
         return len(self._arrived)
 
     async def problem(self) -> str:
-        return "" if self._thread.is_alive() else "the engine has stopped"
+        return "" if self._thread.is_alive() else "the model's thread has stopped"
 
     def submit(self, jobs: Sequence[Job]) -> list[Answering]:
         answerings = [Answering(job, self._notify) for job in jobs]

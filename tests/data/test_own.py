@@ -6,8 +6,8 @@ import re
 
 import pytest
 
-from fedweave.config import DataConfig, EvaluationConfig
-from fedweave.data.jsonl import load_client_folder, read_examples
+from fedweave.config import Config, DataConfig
+from fedweave.data.own import load_own, read_examples
 from fedweave.errors import UserError
 
 
@@ -33,7 +33,7 @@ def write(tmp_path):
 
 
 def load(folder, seed=0, **settings):
-    return load_client_folder(DataConfig(source="jsonl", path=str(folder), **settings), EvaluationConfig(), seed)
+    return load_own(Config(seed=seed, data=DataConfig(source="jsonl", path=str(folder), **settings)))
 
 
 # -------------------------------------------------------------------------------------- rows
@@ -108,7 +108,7 @@ def test_blank_lines_and_windows_line_ends_do_not_matter_but_count(write):
         ({"messages": "hi"}, "'messages' must list at least"),
         (chat(("assistant", "x")), "'messages' must list at least"),
         ({"messages": ["hi", "ho"]}, "a message needs 'role'"),
-        (chat(("human", "hi"), ("assistant", "x")), "one of system, user, assistant, tool"),
+        (chat(("narrator", "hi"), ("assistant", "x")), "one of system, user, assistant, tool"),
         ({"messages": [{"role": "user"}, {"role": "assistant", "content": "x"}]}, "a message needs 'role'"),
         (chat(("user", "hi"), ("user", "ho")), "the last message must be the assistant's"),
         (chat(("user", "hi"), ("assistant", " ")), "the last message must be the assistant's"),
@@ -142,7 +142,7 @@ def test_damaged_gzip_is_a_user_error(write):
 
 
 def test_missing_folder_is_a_user_error(tmp_path):
-    with pytest.raises(UserError, match=r"data\.path=.*nowhere: there is no such folder"):
+    with pytest.raises(UserError, match=r"data\.path=.*nowhere: there is no such file or folder"):
         load(tmp_path / "nowhere")
 
 

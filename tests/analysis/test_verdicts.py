@@ -4,7 +4,7 @@ import copy
 
 import pytest
 
-from fedweave.analysis.findings import render, verdicts
+from fedweave.analysis.verdicts import render, verdicts
 
 PART = {
     "norms": [1.0, 1.0], "cosines": [[1.0, -0.5], [-0.5, 1.0]], "clients": {"a": {"gamma": 0.1, "cancelled": 0.2}},

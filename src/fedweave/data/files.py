@@ -1,0 +1,190 @@
+"""Rows of a file: JSONL, CSV, TSV and Parquet, and a JSON list where it is named itself; text also gzipped.
+
+What is wrong with a row goes to ``complain``, which stops at the first; a check collects them and reads on.
+"""
+
+from __future__ import annotations
+
+import csv
+import gzip
+import io
+import json
+import unicodedata
+import zlib
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+from fedweave.errors import UserError, first_line
+
+Row = dict[str, Any]
+Complain = Callable[[UserError], None]
+
+TEXT_KINDS = (".jsonl", ".csv", ".tsv")
+KINDS = (*TEXT_KINDS, ".parquet")  # of client files
+LONGEST_CELL = 2**31 - 1
+
+
+def refuse(error: UserError) -> None:
+    """The reader's way: the first fault ends it."""
+    raise error
+
+
+def shown(text: str) -> str:
+    """A name of the user's inside a sentence: one line, not too long, nothing that a terminal chokes on."""
+    text = text if text.isprintable() else ascii(text)[1:-1]
+    return text if len(text) <= 200 else f"{text[:199]}…"
+
+
+def find_path(text: str, key: str = "data.path=") -> Path:
+    """A path that a user gave under ``key`` and that can be opened."""
+    if any(unicodedata.category(character) in ("Cc", "Cs") for character in text):
+        raise UserError(f"{key}{shown(text)} has characters in its name that no text has; rename it.")
+    try:
+        path = Path(text).expanduser()
+        path.stat()
+        return path
+    except FileNotFoundError:
+        raise UserError(f"{key}{shown(text)}: there is no such file or folder.") from None
+    except (OSError, ValueError, RuntimeError) as error:  # too long, no right to look, ~nobody
+        reason = error.strerror if isinstance(error, OSError) else first_line(error)
+        raise UserError(f"{key}{shown(text)} cannot be opened: {reason}.") from None
+
+
+def split_name(name: str) -> tuple[str, str] | None:
+    """("site_a", ".jsonl") of site_a.jsonl or site_a.jsonl.gz; None where the name is not that of a data file."""
+    lower = name.lower()
+    for kind in KINDS:
+        for end in (kind, f"{kind}.gz") if kind in TEXT_KINDS else (kind,):
+            if lower.endswith(end) and len(name) > len(end):
+                return name[: -len(end)], kind
+    return None
+
+
+def read_rows(path: Path, complain: Complain = refuse) -> Iterator[tuple[int, Row]]:
+    """(line or row number, row) of a file."""
+    if not path.is_file():  # a pipe would wait for ever
+        raise UserError(f"{path} is no file.")
+    name = path.name.lower().removesuffix(".gz")
+    if name.endswith(".parquet"):
+        return _parquet(path)
+    data = _bytes(path)
+    if name.endswith((".csv", ".tsv")):
+        return _csv(path, data, complain)
+    return _json_list(path, data, complain) if name.endswith(".json") else _jsonl(path, data, complain)
+
+
+def _bytes(path: Path) -> bytes:
+    try:
+        data = path.read_bytes()
+        if path.suffix.lower() == ".gz":
+            data = gzip.decompress(data)
+    except (OSError, EOFError, zlib.error, ValueError) as error:
+        raise UserError(f"{path} cannot be read: {first_line(error)}.") from error
+    return data.removeprefix(b"\xef\xbb\xbf")  # the mark that some editors put before UTF-8
+
+
+def _jsonl(path: Path, data: bytes, complain: Complain) -> Iterator[tuple[int, Row]]:
+    """Lines end at \\n alone."""
+    for number, line in enumerate(data.split(b"\n"), start=1):
+        if line.strip():
+            row = _object(line, f"{path}:{number}", complain)
+            if row is not None:
+                yield number, row
+
+
+def _object(line: bytes, where: str, complain: Complain) -> Row | None:
+    """One line of JSONL; None after a complaint."""
+    try:
+        row = json.loads(line.decode("utf-8"))
+        if b"\\u" in line:
+            json.dumps(row, ensure_ascii=False).encode()  # half of a surrogate pair is no text
+    except UnicodeError:
+        complain(UserError(f"{where}: not UTF-8 text; save the file as UTF-8."))
+        return None
+    except (ValueError, RecursionError) as error:
+        complain(UserError(f"{where}: not valid JSON ({first_line(error)}); every line must be one object."))
+        return None
+    if not isinstance(row, dict):
+        complain(UserError(f"{where}: a row must be a JSON object, not a {type(row).__name__}."))
+        return None
+    return row
+
+
+def _json_list(path: Path, data: bytes, complain: Complain) -> Iterator[tuple[int, Row]]:
+    try:
+        rows = json.loads(data.decode("utf-8"))
+        json.dumps(rows, ensure_ascii=False).encode()
+    except UnicodeError:
+        raise UserError(f"{path}: not UTF-8 text; save the file as UTF-8.") from None
+    except (ValueError, RecursionError) as error:
+        raise UserError(f"{path}: not valid JSON ({first_line(error)}).") from None
+    if not isinstance(rows, list):
+        raise UserError(
+            f"{path} must hold a list of objects, not a {type(rows).__name__}; or one on a line, as .jsonl."
+        )
+    for number, row in enumerate(rows, start=1):
+        if isinstance(row, dict):
+            yield number, row
+        else:
+            complain(UserError(f"{path}:{number}: a row must be a JSON object, not a {type(row).__name__}."))
+
+
+def _csv(path: Path, data: bytes, complain: Complain) -> Iterator[tuple[int, Row]]:
+    """A header, then a row each; the separator is the one that the header has most of."""
+    try:
+        text = data.decode("utf-8")
+    except UnicodeDecodeError as error:
+        line = data.count(b"\n", 0, error.start) + 1
+        raise UserError(f"{path}:{line}: not UTF-8 text; save the file as UTF-8.") from None
+    csv.field_size_limit(LONGEST_CELL)  # Python's own limit is that of a short document
+    header_line = text.split("\n", 1)[0]
+    separator = "\t" if ".tsv" in path.name.lower() else max(",;\t|", key=header_line.count)
+    reader = csv.reader(io.StringIO(text, newline=""), delimiter=separator, strict=True)
+    header: list[str] | None = None
+    while True:
+        number = reader.line_num + 1
+        try:
+            cells = next(reader)
+        except StopIteration:
+            return
+        except csv.Error as error:
+            if header is None:
+                raise UserError(f"{path}:1: the header is no CSV ({shown(str(error))}).") from None
+            complain(UserError(f"{path}:{number}: not valid CSV ({shown(str(error))}); look for a stray quote."))
+            continue
+        if not any(cell.strip() for cell in cells):
+            continue
+        if header is None:
+            header = [cell.strip() for cell in cells]
+            twice = next((name for name in header if name and header.count(name) > 1), None)
+            if twice is not None:
+                raise UserError(f"{path}:{number}: two columns are called {twice!r}; rename one.")
+        elif len(cells) != len(header):
+            complain(
+                UserError(
+                    f"{path}:{number}: {len(cells)} cells under {len(header)} columns; put quotes around a cell "
+                    f"that holds {separator!r} or a line end."
+                )
+            )
+        else:
+            yield number, {name: cell or None for name, cell in zip(header, cells, strict=True)}
+
+
+def _parquet(path: Path) -> Iterator[tuple[int, Row]]:
+    try:
+        import pyarrow
+        from pyarrow import parquet
+    except ImportError:
+        raise UserError(
+            f"{path}: Parquet needs pyarrow: pip install 'fedweave[parquet]', or save the rows as JSONL or CSV."
+        ) from None
+    number = 0
+    try:
+        with parquet.ParquetFile(path) as file:
+            for batch in file.iter_batches(batch_size=1024):
+                for row in batch.to_pylist():
+                    number += 1
+                    yield number, row
+    except (pyarrow.ArrowException, OSError, ValueError) as error:
+        raise UserError(f"{path} cannot be read as Parquet: {first_line(error)}.") from error

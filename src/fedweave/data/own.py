@@ -1,0 +1,221 @@
+"""A user's own data: a folder with a file for each client, one file of all rows, or a data set of the hub.
+
+In a folder the files' names are the clients', and ``validation.*`` and ``test.*`` hold out examples for everyone.
+A single file, or a data set ``hf://owner/name``, says in a column ``client`` whose row it is; without one its rows
+are dealt out to ``data.clients`` simulated clients. What no file holds out is kept back from the rows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+
+from fedweave.config import Config, DataConfig
+from fedweave.data.examples import Example, FederatedData, Task
+from fedweave.data.files import KINDS, Complain, Row, find_path, read_rows, refuse, shown, split_name
+from fedweave.data.hub import HUB, hub_rows
+from fedweave.data.own_tasks import own_tasks
+from fedweave.data.partition import client_names, dirichlet_partition
+from fedweave.data.remarks import look_alikes, odd_names, overlap_note
+from fedweave.data.rows import Fields, client_of, is_name, read_fields, to_example
+from fedweave.errors import UserError
+from fedweave.streams import stream_key
+
+HELD_OUT = ("validation", "test")
+Owned = list[tuple[str | None, Example]]  # rows and, where they say so, whose they are
+
+
+@dataclass
+class Gathered:
+    """All rows of own data, before any is held out."""
+
+    clients: dict[str, list[Example]] = field(default_factory=dict)
+    pool: list[Example] = field(default_factory=list)  # rows of no client, still to be dealt out
+    held: dict[str, list[Example]] = field(default_factory=dict)  # what files hold out
+    notes: list[str] = field(default_factory=list)
+
+
+def load_own(config: Config, complain: Complain = refuse) -> FederatedData:
+    """Clients, validation and test examples of the data that ``data.path`` names."""
+    gathered = gather(config.data, complain)
+    return divide(config, gathered, complain)
+
+
+def read_examples(path: Path, fields: Fields | None = None, complain: Complain = refuse) -> list[Example]:
+    """The rows of one file as examples."""
+    return [example for _, example in _read(path, fields or {}, complain, by_client=False)]
+
+
+# ---------------------------------------------------------------------------------- gathering
+
+
+def gather(config: DataConfig, complain: Complain = refuse) -> Gathered:
+    """Every row, by client; faults of rows and files go to ``complain``."""
+    fields = read_fields(config.fields)
+    if str(config.path).startswith(HUB):
+        return _data_set(str(config.path), fields, complain)
+    path = find_path(str(config.path))
+    if path.is_dir():
+        return _folder(path, fields, complain)
+    return _by_client(_read(path, fields, complain, by_client=True), Gathered(), path.name, complain)
+
+
+def _folder(folder: Path, fields: Fields, complain: Complain) -> Gathered:
+    try:
+        files = sorted(p for p in folder.iterdir() if not p.name.startswith("."))  # ._x is a Mac's shadow of x
+    except OSError as error:
+        raise UserError(f"data.path={folder} cannot be opened: {error.strerror}.") from None
+    named: dict[str, Path] = {}
+    for path in files:
+        parts = split_name(path.name)
+        if parts is None:
+            continue
+        name = parts[0]
+        if not is_name(name):
+            complain(UserError(f"{shown(path.name)} names a client, and must be short and printable; rename it."))
+        elif name in named:
+            complain(UserError(f"{named[name]} and {path.name} are the same client; keep one."))
+        elif name not in HELD_OUT and name.lower() in HELD_OUT:
+            complain(UserError(f"{path} is taken for a client; rename it to {path.name.lower()}."))
+        else:
+            named[name] = path
+    found = Gathered(notes=[*look_alikes(files), *odd_names(named)])
+    clients = {name: path for name, path in named.items() if name not in HELD_OUT}
+    if not clients:
+        complain(
+            UserError(
+                f"data.path={folder}: the folder holds no client file; it needs one NAME.jsonl each "
+                f"(or {', '.join(KINDS[1:])})."
+            )
+        )
+    for k in HELD_OUT:
+        if k in named:
+            found.held[k] = read_examples(named[k], fields, complain)
+    by_client = "client" in fields or len(clients) == 1  # the only file may hold the rows of all
+    read = {name: _read(path, fields, complain, by_client) for name, path in clients.items()}
+    if "client" in fields or any(owner for rows in read.values() for owner, _ in rows):
+        return _by_client([row for rows in read.values() for row in rows], found, folder.name, complain)
+    found.clients = {name: [example for _, example in rows] for name, rows in read.items()}
+    for name, rows in list(found.clients.items()):
+        if not rows:
+            complain(UserError(f"{clients[name]}: client {name!r} is empty; add examples or remove the file."))
+            del found.clients[name]
+    return found
+
+
+def _data_set(name: str, fields: Fields, complain: Complain) -> Gathered:
+    splits = hub_rows(name)
+    found = Gathered()
+    for k in HELD_OUT:
+        if k in splits:
+            held = _examples(splits[k], f"{name}/{k}", fields, complain, by_client=False)
+            found.held[k] = [example for _, example in held]
+    rest = [split for split in splits if split not in HELD_OUT]
+    owned = [row for k in rest for row in _examples(splits[k], f"{name}/{k}", fields, complain, by_client=True)]
+    return _by_client(owned, found, name, complain)
+
+
+def _by_client(owned: Owned, found: Gathered, name: str, complain: Complain) -> Gathered:
+    """Put rows to their clients, or to the pool where none says whose it is."""
+    owners = {owner for owner, _ in owned}
+    if owners == {None}:
+        found.pool = [example for _, example in owned]
+        return found
+    if not owned:
+        complain(UserError(f"{name} holds no row; add examples."))
+    found.clients = {client: [] for client in sorted(owner for owner in owners if owner is not None)}
+    for owner, example in owned:
+        if owner is None:
+            complain(UserError(f"{example.origin}: the row says of no client, while others do."))
+        else:
+            found.clients[owner].append(example)
+    return found
+
+
+def _read(path: Path, fields: Fields, complain: Complain, by_client: bool) -> Owned:
+    try:
+        return _examples(read_rows(path, complain), path.name, fields, complain, by_client)
+    except UserError as error:  # of the file as a whole
+        complain(error)
+        return []
+
+
+def _examples(
+    rows: Iterable[tuple[int, Row]], name: str, fields: Fields, complain: Complain, by_client: bool
+) -> Owned:
+    found: Owned = []
+    for number, row in rows:
+        where = f"{name}:{number}"
+        try:
+            owner = client_of(row, where, fields) if by_client else None
+            found.append((owner, to_example(row, where, fields)))
+        except UserError as error:
+            complain(error)
+    return found
+
+
+# ---------------------------------------------------------------------------------- dividing
+
+
+def divide(config: Config, gathered: Gathered, complain: Complain = refuse) -> FederatedData:
+    """Hold out what no file does, and deal out rows that have no client."""
+    data, seed = config.data, config.seed
+    missing = [k for k in HELD_OUT if k not in gathered.held]
+    held: dict[str, list[Example]] = {k: list(gathered.held.get(k, [])) for k in HELD_OUT}
+    clients = {
+        name: hold_out(rows, missing, held, data.holdout, stream_key("holdout", seed, index))
+        for index, (name, rows) in enumerate(gathered.clients.items())
+    }
+    notes = list(gathered.notes)
+    if gathered.pool:
+        rest = hold_out(gathered.pool, missing, held, data.holdout, stream_key("holdout", seed, 0))
+        clients = _deal(rest, data, seed)
+        notes.append(
+            f"no row says whose it is, so they are dealt out to data.clients={data.clients} simulated clients; "
+            "data.fields=client=COLUMN names a column that does."
+        )
+    for k in HELD_OUT:
+        if not held[k] and (clients or gathered.pool):
+            complain(
+                UserError(
+                    f"data.path={data.path}: no {k} example is left; add {k}.jsonl, more rows (a client needs "
+                    f"{int(np.ceil(1 / data.holdout)) if data.holdout else 'some'} to keep one back), or raise "
+                    "data.holdout."
+                )
+            )
+    tasks, said = own_tasks(config, [e for rows in [*clients.values(), *held.values()] for e in rows])
+    notes += [*said, *overlap_note(clients, held)]
+    return FederatedData(clients, held["validation"], held["test"], tasks, notes=notes)
+
+
+def read_test(config: Config, path: str, named: str) -> tuple[list[Example], dict[str, Task], list[str]]:
+    """(rows, tasks, notes) of a file to test on; ``named`` is what the user called it by."""
+    found = find_path(path, named)
+    rows = read_examples(found, read_fields(config.data.fields))
+    if not rows:
+        raise UserError(f"{named}{found}: the file is empty.")
+    return rows, *own_tasks(config, rows)
+
+
+def hold_out(
+    rows: Sequence[Example], missing: Sequence[str], held: dict[str, list[Example]], share: float, key: int
+) -> list[Example]:
+    """Move a share of one client's rows to each held-out set that has no file; at least one row stays."""
+    order = np.random.default_rng(key).permutation(len(rows))
+    count = int(share * len(rows))
+    start = 0
+    for k in missing:
+        held[k] += [rows[i] for i in sorted(order[start : start + count])]
+        start += count
+    return [rows[i] for i in sorted(order[start:])]
+
+
+def _deal(rows: Sequence[Example], data: DataConfig, seed: int) -> dict[str, list[Example]]:
+    by_task: dict[str, list[Example]] = {}
+    for example in rows:
+        by_task.setdefault(example.task, []).append(example)
+    shares = dirichlet_partition(by_task, data.clients, data.alpha, seed)
+    return dict(zip(client_names(data.clients), shares, strict=True))

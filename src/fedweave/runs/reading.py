@@ -1,0 +1,229 @@
+"""A run's files as one record, for everything that looks at runs: reports, costs, model cards. It loads no model.
+
+A run may be unfinished or under way; what it does not have yet is None or empty.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from fedweave.config import Config, load_config
+from fedweave.errors import UserError
+from fedweave.runs.live import read_live
+from fedweave.schema import (
+    Audit,
+    ByTask,
+    ClientBuckets,
+    Discovery,
+    Event,
+    LiveState,
+    Manifest,
+    PromptMap,
+    RoundEvent,
+    Summary,
+    Tested,
+    ValidationEvent,
+)
+
+
+@dataclass
+class RunRecord:
+    """One run's files."""
+
+    path: Path
+    config: Config
+    manifest: Manifest
+    discovery: Discovery | None = None
+    embedding: PromptMap | None = None
+    summary: Summary | None = None
+    live: LiveState | None = None
+    events: list[Event] = field(default_factory=list)
+
+    @property
+    def name(self) -> str:
+        return self.path.name
+
+    @property
+    def method(self) -> str:
+        return self.config.method
+
+    @property
+    def seed(self) -> int:
+        return self.config.seed
+
+    @property
+    def state(self) -> str:
+        """finished, running or stopped."""
+        return self.live["state"] if self.live else "finished" if self.summary else "stopped"
+
+    @property
+    def elsewhere(self) -> bool:
+        """Whether the clients are sites of their own, which keep labels and features to themselves."""
+        return self.config.engine == "flower"
+
+    # ---------------------------------------------------------------------------------- rounds
+
+    @cached_property
+    def rounds(self) -> list[RoundEvent]:
+        return [e for e in self.events if e["event"] == "round"]
+
+    @cached_property
+    def validations(self) -> list[ValidationEvent]:
+        """Those that measured something: sites may all be silent."""
+        return [e for e in self.events if e["event"] == "validation" and e.get("sites") != {}]
+
+    @property
+    def best_validation(self) -> ValidationEvent | None:
+        """The validation that chose the best round; the first of equals, as in training."""
+        return min(self.validations, key=lambda event: event["loss"], default=None)
+
+    @property
+    def completed(self) -> int:
+        return self.rounds[-1]["round"] if self.rounds else 0
+
+    @property
+    def round_seconds(self) -> list[float]:
+        return self.live["round_seconds"] if self.live else []
+
+    @cached_property
+    def agreement(self) -> dict[str, float]:
+        """Mean cosine of every client's updates with the others' over all rounds."""
+        seen: dict[str, list[float]] = {}
+        for event in self.rounds:
+            for name, cosine in event["agreement"].items():
+                if cosine is not None:
+                    seen.setdefault(name, []).append(cosine)
+        return {name: sum(values) / len(values) for name, values in seen.items()}
+
+    @property
+    def expert_load(self) -> list[float]:
+        """Share of prompts that sparse routing sends to each expert, at the last validation."""
+        return self.validations[-1].get("expert_load", []) if self.validations else []
+
+    @property
+    def entropy(self) -> float | None:
+        """Router entropy at the last validation as a share of its largest value, log M."""
+        entropy = self.validations[-1]["router_entropy"] if self.validations else None
+        return None if entropy is None or self.experts < 2 else entropy / math.log(self.experts)
+
+    # ---------------------------------------------------------------------------------- discovery
+
+    @property
+    def tasks(self) -> dict[str, str]:
+        """Task to title."""
+        return self.manifest.get("tasks") or (self.summary["tasks"] if self.summary else {})
+
+    @property
+    def titles(self) -> dict[str, str]:
+        """The rows of a table by task: with several tasks their mean stands below."""
+        return {**self.tasks, "macro": "macro average"} if len(self.tasks) > 1 else dict(self.tasks)
+
+    @property
+    def experts(self) -> int:
+        return self.discovery["experts"] if self.discovery else 1
+
+    @property
+    def clients(self) -> dict[str, ClientBuckets]:
+        """Every client's buckets; empty before discovery."""
+        return self.discovery["clients"] if self.discovery else {}
+
+    @property
+    def audit(self) -> Audit | None:
+        """How buckets and experts met the labels, where there are several of both."""
+        return self.discovery.get("audit") if self.discovery and self.experts > 1 else None
+
+    @property
+    def silhouettes(self) -> dict[int, float]:
+        """Of the alignment into M experts, for every M that was considered."""
+        found = self.discovery.get("alignment_silhouettes", {}) if self.discovery else {}
+        return {int(m): silhouette for m, silhouette in found.items()}
+
+    @cached_property
+    def mixture(self) -> dict[str, dict[str, int]]:
+        """Examples of every client by task: from discovery's counts, else from where the rows came from."""
+        if self.discovery and (known := self.discovery.get("bucket_tasks")):
+            return {name: sum(map(Counter, buckets), Counter()) for name, buckets in known.items()}
+        counts: dict[str, dict[str, int]] = {}
+        for name, origins in self.manifest.get("clients", {}).items():
+            parts = [origin.replace(":", "/").split("/") for origin in origins]
+            found = [next((task for task in self.tasks if task in words), None) for words in parts]
+            if None in found:
+                return {}
+            counts[name] = Counter(task for task in found if task is not None)
+        return counts
+
+    @cached_property
+    def feeding(self) -> dict[str, list[int]]:
+        """Examples that stand behind each expert, by client, [M] each."""
+        out = {}
+        for name, client in self.clients.items():
+            row = [0] * self.experts
+            for size, expert in zip(client["buckets"], client["experts"], strict=True):
+                if expert >= 0:  # a latecomer's bucket may fit no expert
+                    row[expert] += size
+            out[name] = row
+        return out
+
+    # ---------------------------------------------------------------------------------- the end
+
+    @property
+    def best(self) -> Tested | None:
+        """The test of the best round."""
+        return self.summary["test"].get("best") if self.summary else None
+
+    @property
+    def untouched(self) -> ByTask | None:
+        """Test losses of the bare backbone."""
+        bare = self.summary["test"].get("untouched") if self.summary else None
+        return bare["loss"] if bare else None
+
+    @property
+    def phases(self) -> Mapping[str, float]:
+        """Seconds of every phase; empty before the end."""
+        return self.summary["timing"]["phases_s"] if self.summary else {}
+
+
+def read_run(folder: Path) -> RunRecord:
+    if not (folder / "config.yaml").is_file():
+        raise UserError(f"{folder} is no run folder: it has no config.yaml.")
+    manifest = read_json(folder / "manifest.json")
+    if manifest is None:
+        raise UserError(f"{folder} is no whole run folder: it has no manifest.json.")
+    return RunRecord(
+        path=folder,
+        config=load_config(folder / "config.yaml"),
+        manifest=manifest,
+        discovery=read_json(folder / "discovery.json"),
+        embedding=read_json(folder / "embedding.json"),
+        summary=read_json(folder / "summary.json"),
+        live=read_live(folder),
+        events=read_events(folder / "metrics.jsonl"),
+    )
+
+
+def read_json(path: Path) -> Any:
+    """Whatever a file of a run or a comparison holds; None where there is none."""
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError):
+        raise UserError(f"{path} is damaged; remove it, or restore it and try again.") from None
+
+
+def read_events(path: Path) -> list[Event]:
+    """Events so far; the last line of a run under way may be half written."""
+    events: list[Event] = []
+    for line in path.read_text(encoding="utf-8").splitlines() if path.is_file() else []:
+        try:
+            events.append(json.loads(line))
+        except ValueError:
+            break
+    return events

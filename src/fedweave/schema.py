@@ -1,0 +1,313 @@
+"""What runs, bundles and comparisons write, file by file: the types that writers and readers share. Plain JSON.
+
+config.yaml is :class:`fedweave.config.Config`, and ``checkpoints/`` is read by the run itself alone.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Literal, TypedDict
+
+if TYPE_CHECKING:
+    from typing import NotRequired
+
+ByTask = dict[str, float]  # task -> figure; "macro" is the unweighted mean over tasks
+ConfigTree = dict[str, object]  # a Config as nested dictionaries
+
+# -------------------------------------------------------------------------------------- manifest.json
+
+
+class Manifest(TypedDict):
+    """Where a run's data came from. Of a run over sites, whose data nobody lists, only its name to them."""
+
+    source: str
+    seed: int
+    notes: NotRequired[list[str]]
+    tasks: NotRequired[dict[str, str]]  # task -> title
+    clients: NotRequired[dict[str, list[str]]]  # client -> origin of every row
+    validation: NotRequired[list[str]]
+    test: NotRequired[list[str]]
+    unseen: NotRequired[list[str]]
+    federation: NotRequired[str]
+
+
+# -------------------------------------------------------------------------------------- discovery.json
+
+
+class Agreement(TypedDict):
+    """Of clusters with task labels."""
+
+    purity: float
+    nmi: float
+    ari: float
+
+
+Audit = TypedDict("Audit", {"local": Agreement, "global": Agreement})  # of buckets, of experts
+
+
+class ClientBuckets(TypedDict):
+    examples: int
+    buckets: list[int]  # their sizes
+    experts: list[int]  # the expert of each; -1: a latecomer's bucket that fits none
+    note: str
+
+
+class Traffic(TypedDict):
+    up: int  # bytes
+    down: int
+
+
+class AlignmentReport(TypedDict):
+    """What a method tells of its preparation; one with a single adapter has little to tell."""
+
+    experts: int
+    client_samples: NotRequired[list[int]]
+    bucket_silhouettes: NotRequired[dict[str, dict[str, float]]]  # client -> k -> silhouette
+    prototypes: NotRequired[int]
+    prototype_labels: NotRequired[list[int]]  # the expert of every bucket
+    router_examples: NotRequired[list[int]]  # experts.labels=router: examples of every expert
+    dropped_experts: NotRequired[list[int]]  # of alignment's, those that too few examples were for
+    alignment_silhouettes: NotRequired[dict[str, float]]  # M -> silhouette
+    alignment_note: NotRequired[str]
+    signature_distance: NotRequired[list[list[float]] | None]  # None: too many buckets to read
+    preparation_bytes: NotRequired[dict[str, Traffic]]
+    join_distance: NotRequired[float]
+
+
+class LabelRecord(TypedDict):
+    """What only labels can tell."""
+
+    bucket_tasks: NotRequired[dict[str, list[dict[str, int]]]]  # client -> of every bucket: task -> examples
+    audit: NotRequired[Audit]
+
+
+class Discovery(AlignmentReport, LabelRecord):
+    """How buckets became experts. Labels are known in simulations alone."""
+
+    clients: dict[str, ClientBuckets]
+
+
+# -------------------------------------------------------------------------------------- embedding.json
+
+
+class PromptMap(TypedDict):
+    """A sample of the training prompts on their principal axes."""
+
+    explained: list[float]
+    points: list[list[float]]  # [n, axes]
+    clients: list[str]
+    buckets: list[int]
+    experts: list[int]
+    tasks: list[str]
+
+
+# -------------------------------------------------------------------------------------- metrics.jsonl
+
+
+class Refusal(TypedDict):
+    client: str
+    reason: str
+
+
+class RoundFigures(TypedDict):
+    train_loss: float
+    tokens: int
+    participants: list[str]
+    refused: list[Refusal]
+    clipped: list[str]
+    bytes_up: dict[str, int]  # by client
+    bytes_down: int  # to each participant
+    client_losses: dict[str, float]
+    agreement: dict[str, float | None]  # cosine of a client's update with the others'
+
+
+class RoundEvent(RoundFigures):
+    event: Literal["round"]
+    round: int
+
+
+class ValidationFigures(TypedDict):
+    """``tasks`` to ``scores`` where the validation set is here, ``sites`` where every site has its own."""
+
+    loss: float  # over all examples
+    router_entropy: float | None
+    tasks: NotRequired[ByTask]
+    expert_load: NotRequired[list[float]]  # share of prompts that sparse routing sends to each
+    expert_weight: NotRequired[list[float]]  # mean router weight of each
+    scores: NotRequired[ByTask]
+    sites: NotRequired[dict[str, float]]  # none: nobody measured, and ``loss`` only counts rounds down
+
+
+class ValidationEvent(ValidationFigures):
+    event: Literal["validation"]
+    round: int
+
+
+Event = RoundEvent | ValidationEvent
+
+# -------------------------------------------------------------------------------------- progress.json
+
+
+class Phase(TypedDict, total=False):
+    """Empty before the first one."""
+
+    label: str
+    done: int
+    total: int
+
+
+class LiveState(TypedDict):
+    """Where a run stands right now."""
+
+    state: Literal["running", "finished", "stopped"]
+    pid: int
+    host: str
+    updated: float  # seconds since 1970
+    phase: Phase
+    rounds: int
+    round_seconds: list[float]
+
+
+# -------------------------------------------------------------------------------------- summary.json
+
+
+class RoutingCost(TypedDict):
+    score: ByTask
+    ms_per_prompt: float
+
+
+class Tested(TypedDict):
+    """The test of one state."""
+
+    used: str  # the routing that the scores are of
+    loss: dict[str, ByTask]  # by routing
+    routing: dict[str, list[float]]  # task -> mean router weight of every expert
+    top1: dict[str, list[float]]  # task -> share of prompts that each expert answers
+    score: NotRequired[ByTask]
+    routings: NotRequired[dict[str, RoutingCost]]
+    round: NotRequired[int]
+
+
+class Untouched(TypedDict):
+    loss: ByTask
+
+
+class Test(TypedDict):
+    """Empty where the server of a federation has no test set."""
+
+    untouched: NotRequired[Untouched]
+    best: NotRequired[Tested]
+    last: NotRequired[Tested]
+
+
+class Chosen(TypedDict):
+    best_round: int
+    best_loss: float
+
+
+class Parameters(TypedDict):
+    experts: int
+    router: int
+
+
+class Communication(TypedDict):
+    """Bytes between clients and server, before round 1 and in all rounds."""
+
+    before_up: int
+    before_down: int
+    rounds_up: int
+    rounds_down: int
+    per_client_and_round_up: int
+    per_client_and_round_down: int
+
+
+class BackboneName(TypedDict):
+    model: str
+    fingerprint: str
+
+
+class Environment(TypedDict):
+    versions: dict[str, str]
+    device: str
+    commit: str | None
+
+
+class Timing(TypedDict):
+    until_last_round_s: float
+    total_s: float
+    phases_s: dict[str, float]  # of the last session
+    peak_memory_bytes: int | None
+
+
+class Summary(TypedDict):
+    schema: int
+    method: str
+    seed: int
+    tasks: dict[str, str]  # task -> title
+    notes: list[str]
+    clients: int
+    examples: int
+    train_tokens: int | None  # of one pass over all examples; None: at the sites
+    buckets: int
+    experts: int
+    parameters: Parameters
+    trained_parameters: int
+    rounds: int
+    communication: Communication
+    validation: Chosen
+    audit: Audit | None
+    test: Test
+    backbone: BackboneName
+    config: ConfigTree
+    environment: Environment
+    timing: NotRequired[Timing]  # added when all else is there
+
+
+# ------------------------------------------------------------------------- predictions.jsonl
+
+
+class Prediction(TypedDict):
+    task: str
+    origin: str
+    prediction: str
+    reference: str
+    score: float
+    weights: list[float]  # of the router
+
+
+# ------------------------------------------------------------------------- results.json of a comparison
+
+
+class ComparedCell(TypedDict):
+    values: dict[str, object]  # axis -> value
+    folder: str  # of the run, from the comparison's
+    summary: Summary
+
+
+# ------------------------------------------------------------------------- fedweave.json of a bundle
+
+
+class RouterShape(TypedDict):
+    width: int
+    hidden: int
+    experts: int
+    scale: str
+
+
+class Description(TypedDict):
+    """What loading needs and the tensors do not say."""
+
+    schema: int
+    method: str
+    round: int
+    seed: int
+    backbone: dict[str, object]  # a BackboneConfig
+    fingerprint: str
+    experts: int
+    rank: int
+    shared: NotRequired[int]  # rank of what all experts share; bundles of earlier versions have none
+    alpha: float
+    target_modules: list[str]
+    router: RouterShape | None
+    shares: list[float]  # how much each router counts
+    feature: str
+    files: NotRequired[dict[str, str]]  # name -> SHA-256; added when all files are there
