@@ -74,6 +74,7 @@ def relabel(
     experts by the router; a member that does not answer takes no part."""
     counts = _ask(engine, step, router, phi, receipts)
     few = counts < step.config.experts.min_share * counts.sum()
+    few[counts.argmax()] = False
     kept = (~few).nonzero()[:, 0].tolist()
     report = {"router_examples": counts.tolist(), "dropped_experts": few.nonzero()[:, 0].tolist()}
     if len(kept) < router.experts:
