@@ -143,8 +143,7 @@ def open_subject(folder: Path, which: str, console: Console) -> Subject:
     run.check_manifest(prepared.data.manifest)
     workspace = prepared.build(console)
     method = build_method(config)
-    if method.uses_labels:
-        workspace.reveal_labels()
+    workspace.disclose(method)
     newest = found[0]
     newest.check(config, workspace.backbone)
     workspace.engine.restore(newest.meta["clients"], newest.tensors)

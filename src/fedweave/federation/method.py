@@ -69,6 +69,7 @@ class Method(ABC):
 
     summary = ""
     uses_labels = False  # True only for an upper bound that is told the tasks
+    gathers = False  # True only for a reference that has everybody's data in one place
     own_routing = "sparse"  # how the method means its experts to be used at inference
     trains_router = True  # False: the router of a method with experts stays as it was prepared, and sends nothing
     discovers = False  # whether clients sign their units before round 1, so that experts can be aligned
@@ -111,19 +112,21 @@ class Method(ABC):
         """The examples that batches are drawn from: a batch has those of one pool, and pools take turns."""
         return client.buckets
 
+    def local_steps(self, member: Member) -> int:
+        """E: steps of client i in a round."""
+        return self.config.training.local_steps
+
     def lane(self, client: Client, state: RoutedExperts, t: int) -> Lane:
         """Lines 10 and 11: what client i trains in round t."""
-        training = self.config.training
-        schedule = local_schedule(
-            self.pools(client, state), training.local_steps, training.batch_size, self.config.seed, t, client.index
-        )
+        pools, batch_size = self.pools(client, state), self.config.training.batch_size
+        schedule = local_schedule(pools, self.local_steps(client), batch_size, self.config.seed, t, client.index)
         phi = state.phi[0] if state.phi is not None else None
         return Lane(client.data, schedule, state.theta, phi, (self.config.seed, t, client.index))
 
     def counts(self, client: Client, state: RoutedExperts) -> torch.Tensor:
         """n(i,m), [M]: the examples with which client i speaks for each expert; a pool without steps is silent."""
         labels, pools = self.labels(client, state), self.pools(client, state)
-        budget = allot_steps([len(pool) for pool in pools], self.config.training.local_steps)
+        budget = allot_steps([len(pool) for pool in pools], self.local_steps(client))
         heard = [labels[pool] for pool, steps in zip(pools, budget, strict=True) if steps]
         return torch.bincount(torch.cat(heard), minlength=state.layout.experts).float()
 
@@ -149,9 +152,14 @@ class Method(ABC):
                 result.tokens,
             )
 
-    def shared(self, layout: AdapterLayout) -> torch.Tensor | None:
-        """The columns of θ that travel, [P] bool; None: all of them. A client keeps the others in its memory."""
+    def shared(self, layout: AdapterLayout, t: int) -> torch.Tensor | None:
+        """The columns of θ that travel in round t, [P] bool; None: all of them. What a client has of its own in the
+        others it keeps in its memory."""
         return None
+
+    def moved(self, layout: AdapterLayout, t: int) -> torch.Tensor | None:
+        """The columns of θ that a participant of round t must be told anew, [P] bool; None: all of them."""
+        return self.shared(layout, t)
 
     # ---------------------------------------------------------------------------------- server side
 

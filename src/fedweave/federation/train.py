@@ -51,7 +51,7 @@ class Train(Step[Update]):
 
     def __init__(self, method: Method):
         self.method, self.config = method, method.config
-        self._columns: tuple[AdapterLayout, torch.device, dict[str, torch.Tensor]] | None = None
+        self._columns: tuple[AdapterLayout, torch.device, int, dict[str, torch.Tensor]] | None = None
 
     # ---------------------------------------------------------------------------------- client side
 
@@ -59,12 +59,12 @@ class Train(Step[Update]):
         state, t = received(question, compute.layers, compute.device), question.facts["t"]
         for client in clients:
             client.memory.begin(t)
-        shared = self.method.shared(state.layout)
+        shared = self.method.shared(state.layout, t)
         updates = self.method.local_updates(compute, state, clients, t)
         for client, update in zip(clients, updates, strict=True):
             if shared is not None:
                 self._keep(client, update, shared.to(update.delta_theta.device))
-            columns = self.columns(state.layout, compute.device)
+            columns = self.columns(state.layout, compute.device, t)
             parts = {name: update.delta_theta[columns[name]] for name in _sent(columns, update.counts.tolist())}
             if update.delta_phi is not None:
                 parts[ROUTER] = update.delta_phi
@@ -78,16 +78,16 @@ class Train(Step[Update]):
         if (own := client.memory.get(OWN)) is not None:
             client.memory.keep(OWN, own + torch.where(shared, 0.0, update.delta_theta))
 
-    def columns(self, layout: AdapterLayout, device: torch.device) -> dict[str, torch.Tensor]:
-        """For every part of θ, the experts' and the shared one, its columns that travel."""
-        if self._columns is None or self._columns[0] is not layout or self._columns[1] != device:
-            shared = self.method.shared(layout)
+    def columns(self, layout: AdapterLayout, device: torch.device, t: int) -> dict[str, torch.Tensor]:
+        """For every part of θ, the experts' and the shared one, its columns that travel in round t."""
+        if self._columns is None or self._columns[0] is not layout or self._columns[1:3] != (device, t):
+            shared = self.method.shared(layout, t)
             owner = layout.expert_of_column
             owner = (owner if shared is None else owner.where(shared.cpu(), -1)).to(device)
             names = [*(expert_name(m) for m in range(layout.experts)), *([SHARED] if layout.shared else [])]
             found = {name: (owner == m).nonzero()[:, 0] for m, name in enumerate(names)}
-            self._columns = (layout, device, found)
-        return self._columns[2]
+            self._columns = (layout, device, t, found)
+        return self._columns[3]
 
     # ---------------------------------------------------------------------------------- server side
 
@@ -108,7 +108,7 @@ class Train(Step[Update]):
         if max(counts) > samples:
             raise Refused(f"it claims more of its {samples} examples for an expert than it has")
         state = received(asked.question, asked.layers, asked.question.tensors["theta"].device)
-        columns = self.columns(state.layout, state.theta.device)
+        columns = self.columns(state.layout, state.theta.device, asked.question.facts["t"])
         parts = {name: Part((len(columns[name]),), rounded=True, limit=EXPERTS) for name in _sent(columns, counts)}
         if state.router is not None and self.method.trains_router:
             parts[ROUTER] = Part((state.router.size,), rounded=True, limit=ROUTER)
@@ -117,10 +117,11 @@ class Train(Step[Update]):
     def reach(self, asked: Asked, limit: str, size: int) -> tuple[float, str]:
         training = self.config.training
         rate = self.config.router.lr if limit == ROUTER else training.lr
-        reach = adam_reach(training.local_steps, rate, size)
+        steps = self.method.local_steps(asked.member)
+        reach = adam_reach(steps, rate, size)
         if training.weight_decay:
             away = float(asked.question.tensors["theta"].norm()) + reach
-            reach += training.local_steps * rate * training.weight_decay * away
+            reach += steps * rate * training.weight_decay * away
         return reach, "the farthest that the round's steps can lead"
 
     def read(self, asked: Asked, parts: dict[str, torch.Tensor], figures: Facts) -> Update:
@@ -128,7 +129,7 @@ class Train(Step[Update]):
         theta = asked.question.tensors["theta"]
         layout = received(asked.question, asked.layers, theta.device).layout
         delta = torch.zeros(layout.size, device=theta.device)
-        for name, columns in self.columns(layout, theta.device).items():
+        for name, columns in self.columns(layout, theta.device, asked.question.facts["t"]).items():
             if (part := parts.get(name)) is not None:
                 delta[columns] = part
         return Update(
@@ -141,10 +142,12 @@ class Train(Step[Update]):
             int(figures["tokens"]),
         )
 
-    def broadcast_size(self, layout: AdapterLayout, router: RouterLayout | None) -> int:
-        """Bytes that a participant needs of the broadcast: the shared columns of all experts, and one router."""
-        shared = sum(len(columns) for columns in self.columns(layout, torch.device("cpu")).values())
-        return 4 * (shared + (router.size if router else 0))
+    def broadcast_size(self, layout: AdapterLayout, router: RouterLayout | None, t: int) -> int:
+        """Bytes that a participant needs of round t's broadcast: the columns that the server may have moved since
+        the round before, and one router."""
+        moved = self.method.moved(layout, t)
+        columns = layout.size if moved is None else int(moved.sum())
+        return 4 * (columns + (router.size if router else 0))
 
 
 def _sent(columns: dict[str, torch.Tensor], counts: Sequence[float]) -> list[str]:

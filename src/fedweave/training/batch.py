@@ -29,6 +29,7 @@ class ClientData:
     name: str
     examples: list[Encoded]
     features: torch.Tensor  # [n, d]
+    gathered: int = 1  # of so many clients, where one place has everybody's
 
     def __len__(self) -> int:
         return len(self.examples)
