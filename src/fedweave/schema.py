@@ -13,11 +13,9 @@ if TYPE_CHECKING:
 ByTask = dict[str, float]  # task -> figure; "macro" is the unweighted mean over tasks
 ConfigTree = dict[str, object]  # a Config as nested dictionaries
 
-# -------------------------------------------------------------------------------------- manifest.json
-
 
 class Manifest(TypedDict):
-    """Where a run's data came from. Of a run over sites, whose data nobody lists, only its name to them."""
+    """manifest.json: where a run's data came from. Of a run over sites, whose data nobody lists, its name alone."""
 
     source: str
     seed: int
@@ -27,21 +25,24 @@ class Manifest(TypedDict):
     validation: NotRequired[list[str]]
     test: NotRequired[list[str]]
     unseen: NotRequired[list[str]]
-    federation: NotRequired[str]
+    federation: NotRequired[str]  # by which its sites know it
 
 
 # -------------------------------------------------------------------------------------- discovery.json
 
 
 class Agreement(TypedDict):
-    """Of clusters with task labels."""
-
     purity: float
     nmi: float
-    ari: float
+    ari: float  # of clusters with task labels
 
 
 Audit = TypedDict("Audit", {"local": Agreement, "global": Agreement})  # of buckets, of experts
+
+
+class Traffic(TypedDict):
+    up: int
+    down: int  # bytes
 
 
 class ClientBuckets(TypedDict):
@@ -49,11 +50,6 @@ class ClientBuckets(TypedDict):
     buckets: list[int]  # their sizes
     experts: list[int]  # the expert of each; -1: a latecomer's bucket that fits none
     note: str
-
-
-class Traffic(TypedDict):
-    up: int  # bytes
-    down: int
 
 
 class AlignmentReport(TypedDict):
@@ -81,16 +77,13 @@ class LabelRecord(TypedDict):
 
 
 class Discovery(AlignmentReport, LabelRecord):
-    """How buckets became experts. Labels are known in simulations alone."""
+    """discovery.json: how buckets became experts."""
 
     clients: dict[str, ClientBuckets]
 
 
-# -------------------------------------------------------------------------------------- embedding.json
-
-
 class PromptMap(TypedDict):
-    """A sample of the training prompts on their principal axes."""
+    """embedding.json: a sample of the training prompts on their principal axes."""
 
     explained: list[float]
     points: list[list[float]]  # [n, axes]
@@ -148,15 +141,13 @@ Event = RoundEvent | ValidationEvent
 
 
 class Phase(TypedDict, total=False):
-    """Empty before the first one."""
-
     label: str
     done: int
-    total: int
+    total: int  # empty before the first one
 
 
 class LiveState(TypedDict):
-    """Where a run stands right now."""
+    """progress.json: where a run stands right now."""
 
     state: Literal["running", "finished", "stopped"]
     pid: int
@@ -175,28 +166,8 @@ class RoutingCost(TypedDict):
     ms_per_prompt: float
 
 
-class Tested(TypedDict):
-    """The test of one state."""
-
-    used: str  # the routing that the scores are of
-    loss: dict[str, ByTask]  # by routing
-    routing: dict[str, list[float]]  # task -> mean router weight of every expert
-    top1: dict[str, list[float]]  # task -> share of prompts that each expert answers
-    score: NotRequired[ByTask]
-    routings: NotRequired[dict[str, RoutingCost]]
-    round: NotRequired[int]
-
-
 class Untouched(TypedDict):
     loss: ByTask
-
-
-class Test(TypedDict):
-    """Empty where the server of a federation has no test set."""
-
-    untouched: NotRequired[Untouched]
-    best: NotRequired[Tested]
-    last: NotRequired[Tested]
 
 
 class Chosen(TypedDict):
@@ -209,6 +180,31 @@ class Parameters(TypedDict):
     router: int
 
 
+class BackboneName(TypedDict):
+    model: str
+    fingerprint: str
+
+
+class Tested(TypedDict):
+    """The test of one state."""
+
+    used: str  # the routing that the scores are of
+    loss: dict[str, ByTask]  # by routing
+    routing: dict[str, list[float]]  # task -> mean router weight of every expert
+    top1: dict[str, list[float]]  # task -> share of prompts that each expert answers
+    score: NotRequired[ByTask]
+    routings: NotRequired[dict[str, RoutingCost]]
+    round: NotRequired[int]
+
+
+class Test(TypedDict):
+    """Empty where the server of a federation has no test set."""
+
+    untouched: NotRequired[Untouched]
+    best: NotRequired[Tested]
+    last: NotRequired[Tested]
+
+
 class Communication(TypedDict):
     """Bytes between clients and server, before round 1 and in all rounds."""
 
@@ -218,11 +214,6 @@ class Communication(TypedDict):
     rounds_down: int
     per_client_and_round_up: int
     per_client_and_round_down: int
-
-
-class BackboneName(TypedDict):
-    model: str
-    fingerprint: str
 
 
 class Environment(TypedDict):
@@ -239,6 +230,8 @@ class Timing(TypedDict):
 
 
 class Summary(TypedDict):
+    """summary.json: a run at its end."""
+
     schema: int
     method: str
     seed: int
@@ -262,10 +255,9 @@ class Summary(TypedDict):
     timing: NotRequired[Timing]  # added when all else is there
 
 
-# ------------------------------------------------------------------------- predictions.jsonl
-
-
 class Prediction(TypedDict):
+    """A line of predictions.jsonl."""
+
     task: str
     origin: str
     prediction: str
@@ -274,16 +266,15 @@ class Prediction(TypedDict):
     weights: list[float]  # of the router
 
 
-# ------------------------------------------------------------------------- results.json of a comparison
+# -------------------------------------------------------------------------------------- beyond one run
 
 
 class ComparedCell(TypedDict):
+    """One of results.json, which a comparison writes."""
+
     values: dict[str, object]  # axis -> value
     folder: str  # of the run, from the comparison's
     summary: Summary
-
-
-# ------------------------------------------------------------------------- fedweave.json of a bundle
 
 
 class RouterShape(TypedDict):
@@ -294,7 +285,7 @@ class RouterShape(TypedDict):
 
 
 class Description(TypedDict):
-    """What loading needs and the tensors do not say."""
+    """fedweave.json of a bundle: what loading needs and the tensors do not say."""
 
     schema: int
     method: str

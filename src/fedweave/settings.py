@@ -12,6 +12,7 @@ import math
 import types
 import typing
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import field
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
@@ -23,13 +24,14 @@ if TYPE_CHECKING:
     from _typeshed import DataclassInstance
 
 Tree = dict[str, Any]  # nested dictionaries, as YAML and JSON have them
-Limits = Mapping[str, Any]  # a setting's metadata: its documentation, its lowest and highest value
-T = TypeVar("T", bound="DataclassInstance")
+Limits = Mapping[str, float | None]  # of a setting's metadata: its lowest and highest value, whether it holds pairs
+Value = TypeVar("Value")
+Settings = TypeVar("Settings", bound="DataclassInstance")
 
 
 def setting(
-    default: Any, doc: str, *, low: float | None = None, high: float | None = None, pairs: bool = False
-) -> Any:
+    default: Value, doc: str, *, low: float | None = None, high: float | None = None, pairs: bool = False
+) -> Value:
     """A config field with its documentation and its closed range: of a number, or of a list's length. A list of
     ``pairs`` may be written as {key: value} and, on a command line, as key=value,key=value."""
     return field(default=default, metadata={"doc": doc, "low": low, "high": high, "pairs": pairs})
@@ -38,11 +40,7 @@ def setting(
 def to_tree(config: DataclassInstance) -> Tree:
     """Plain nested dictionaries, ready for YAML or JSON."""
     return {
-        f.name: to_tree(v)
-        if dataclasses.is_dataclass(v) and not isinstance(v, type)
-        else list(v)
-        if isinstance(v, tuple)
-        else v
+        f.name: to_tree(v) if _nested(f) else list(v) if isinstance(v, tuple) else v
         for f in dataclasses.fields(config)
         for v in [getattr(config, f.name)]
     }
@@ -65,13 +63,8 @@ def describe(cls: type, prefix: str = "") -> list[tuple[str, str, str]]:
             rows += describe(nested, f"{prefix}{f.name}.")
         else:
             default = list(f.default) if isinstance(f.default, tuple) else f.default
-            rows.append(
-                (
-                    prefix + f.name,
-                    yaml.safe_dump(default, default_flow_style=True).split("\n")[0],
-                    f.metadata["doc"],
-                )
-            )
+            shown = yaml.safe_dump(default, default_flow_style=True).split("\n")[0]
+            rows.append((prefix + f.name, shown, f.metadata["doc"]))
     return rows
 
 
@@ -115,7 +108,9 @@ def _nested(f: dataclasses.Field) -> type | None:
     return factory if isinstance(factory, type) and dataclasses.is_dataclass(factory) else None
 
 
-def build(cls: type[T], tree: object, prefix: str = "", root: type | None = None, what: str = "config key") -> T:
+def build(
+    cls: type[Settings], tree: object, prefix: str = "", root: type | None = None, what: str = "config key"
+) -> Settings:
     """Build ``cls`` from a plain tree, checking every key and value; ``what`` is how an error calls a key."""
     root = root or cls
     if not isinstance(tree, dict):
@@ -141,14 +136,12 @@ def _hint(name: str, prefix: str, siblings: list[str], root: type) -> str:
     if elsewhere:
         return f"did you mean {' or '.join(map(repr, sorted(elsewhere, key=len)))}?"
     close = difflib.get_close_matches(name, siblings, n=1, cutoff=0.5)
-    return (
-        nearest(prefix + close[0], [prefix + close[0]])
-        if close
-        else f"valid: {', '.join(prefix + s for s in siblings)}."
-    )
+    if close:
+        return f"did you mean {prefix + close[0]!r}?"
+    return f"valid: {', '.join(prefix + s for s in siblings)}."
 
 
-def _convert(value: object, hint: Any, key: str, limits: Limits) -> object:
+def _convert(value: object, hint: object, key: str, limits: Limits) -> object:
     """Coerce one value to its declared type, or say in one sentence why not."""
     origin, args = typing.get_origin(hint), typing.get_args(hint)
     if origin is Literal:
@@ -178,26 +171,26 @@ def _convert(value: object, hint: Any, key: str, limits: Limits) -> object:
         if not isinstance(value, bool):
             raise UserError(f"{key} must be true or false, not {value!r}.")
         return value
-    if hint in (int, float):
+    if hint is int or hint is float:
         return _number(value, hint, key, limits)
     if not isinstance(value, str):
         raise UserError(f"{key} must be text, not {value!r}.")
     return value
 
 
-def _pairs(value: Any) -> Any:
+def _pairs(value: object) -> object:
     """A list of "key=value", however it was written."""
     if isinstance(value, dict):
         return [f"{key}={item}" for key, item in value.items()]
     return [part.strip() for part in value.split(",") if part.strip()] if isinstance(value, str) else value
 
 
-def _number(value: Any, hint: type, key: str, limits: Limits) -> int | float:
+def _number(value: object, hint: type[int] | type[float], key: str, limits: Limits) -> int | float:
     kind = "a whole number" if hint is int else "a number"
-    try:  # YAML reads 1e-4 as text
-        number = float(value) if not isinstance(value, bool) else None
-    except (TypeError, ValueError, OverflowError):
-        number = None
+    number = None
+    if isinstance(value, int | float | str) and not isinstance(value, bool):  # YAML reads 1e-4 as text
+        with suppress(ValueError, OverflowError):
+            number = float(value)
     if number is None or not math.isfinite(number) or (hint is int and number != int(number)):
         raise UserError(f"{key} must be {kind}, not {value!r}.")
     low, high = limits.get("low"), limits.get("high")

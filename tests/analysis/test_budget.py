@@ -80,10 +80,16 @@ def test_every_method_trains_what_its_budget_says(config, backbone, model_folder
         assert payload.trainable == trained_parameters(chosen, state), name
 
 
-def test_a_new_method_is_taken_to_send_everything(llama, monkeypatch):
+def test_a_new_method_brings_its_own_costs(llama, monkeypatch):
     monkeypatch.setitem(METHODS, "mine", METHODS["fedweave"])
     mine = predict(llama, load_config("paper", ["method=mine"]), served=1).methods["mine"]
-    assert mine.up == mine.down == mine.trainable == 9_175_040 + 1_575_428
+    assert mine.down == mine.trainable == 9_175_040 + 1_575_428
+    assert mine.up == 9_175_040 // 4 + 1_575_428
+
+
+def test_a_sketch_counts_what_it_sends(llama):
+    once = predict(llama, load_config("paper", ["discovery.sketch=64"])).discovery
+    assert once.signature_numbers == 56 * 64 and once.signature_bytes == 2 * 56 * 64  # half precision
 
 
 def test_memory_counts_weights_states_and_activations(llama):

@@ -37,7 +37,7 @@ def test_the_theorems_hold_on_a_real_model(diagnosed):
     assert all(row["lemma_holds"] for row in diagnosed["contamination"]["rounds"].values())
     for paths in diagnosed["router_paths"]["clients"].values():
         assert paths["first_step_ratio"] == pytest.approx(1.0, rel=1e-4) and paths["heterogeneity"] > 0
-        assert paths["consensus_bound_holds"]
+        assert paths["consensus_bound_holds"] and paths["weight_mismatch_bound_holds"]
     risks = [c["sparse"] for c in diagnosed["routing_risk"]["clients"].values() if "sparse" in c]
     assert len(risks) == 2 and all(risk["chain_holds"] for risk in risks)
 
@@ -60,7 +60,7 @@ def test_gradients_are_those_of_finite_differences(backbone):
     engine = InProcessEngine(backbone, [], Config(), QUIET)
     layout, router = engine.layout(rank=2, experts=2), RouterLayout(backbone.width, 8, 2)
     lane = make_lanes(backbone, layout, router, clients=1, steps=2)[0]
-    meter = GradientMeter(engine, layout, router)
+    meter = GradientMeter(engine.compute, layout, router)
     found = meter([lane])
     for name, size in (("theta", layout.size), ("phi", router.size)):
         direction = torch.nn.functional.normalize(

@@ -27,6 +27,7 @@ def test_every_term_of_the_bound():
     assert risk.worst == 2.0 and risk.gap == pytest.approx((2 + 1 + 1.5 + 2) / 4)
     # c_gap S = 1.625 · 0.45 = 0.73125 against R − R_oracle = 0.5
     assert risk.mix == pytest.approx(0.23125)
+    assert risk.approximation_most == pytest.approx(0.5)
     assert risk.excess == pytest.approx(0.875) and risk.margin_bound == pytest.approx(1.0)
     assert risk.bound == pytest.approx(2 * 2 / 1.625 * 0.73125) and risk.chain_holds
 

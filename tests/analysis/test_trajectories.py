@@ -69,8 +69,21 @@ def test_the_consensus_bound_is_not_a_tautology(paths):
 
 def test_reset_endpoints_by_size_after_steps_by_size_square_the_shares():
     # π = (3/4, 1/4), H = (3, 1): π̃ = (9, 1)/10; the shift ±0.15 times g = (1, −1)
-    mismatch, bias = weight_mismatch(np.array([0.75, 0.25]), [3, 1], np.array([[1.0], [-1.0]]))
-    assert mismatch == pytest.approx(0.3) and bias == pytest.approx(0.3)
+    found = weight_mismatch(np.array([0.75, 0.25]), [3, 1], np.array([[1.0], [-2.0]]))
+    assert found.distance == pytest.approx(0.3) and found.bias == pytest.approx(0.15 * 3)
+    assert found.largest_gradient == 2 and found.bound == pytest.approx(0.6) and found.bound_holds
+    found.bias = 0.61
+    assert not found.bound_holds
+
+
+def test_the_pl_constant_is_bounded_from_above(paths):
+    # R is a parabola of curvature 2 around −½ with R* = 3/4, so μ = 2 and ‖g‖² = 1 = 2 · 2 · (1 − 3/4) at φ = 0
+    assert paths.gradient_norm == pytest.approx(1.0)
+    assert paths.pl_most == pytest.approx(1 / (2 * (1.0 - paths.loss_persistent))) and paths.pl_most > 2
+    paths.loss_reset = 0.75  # had a walk met the minimum, the bound would be exact
+    assert paths.pl_most == pytest.approx(2.0)
+    paths.loss_persistent = paths.loss_reset = 1.5
+    assert paths.pl_most == float("inf")
 
 
 def test_residual_weighs_late_steps_most():

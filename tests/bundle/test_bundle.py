@@ -43,7 +43,9 @@ def test_each_expert_loads_with_peft_and_gives_the_same_logits(bundle, model_fol
 
 def test_a_bundle_answers_exactly_like_its_run(run, bundle):
     from_run, from_bundle = load(run), load(bundle)
-    assert torch.equal(from_run.theta, from_bundle.theta) and torch.equal(from_run.phi, from_bundle.phi)
+    assert torch.equal(from_run.theta, from_bundle.theta) and torch.equal(
+        from_run.experts.phi, from_bundle.experts.phi
+    )
     for routing in ("sparse", "soft"):
         a, b = (model.generate(PROMPTS, routing, max_new_tokens=6) for model in (from_run, from_bundle))
         assert a == b

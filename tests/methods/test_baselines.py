@@ -6,14 +6,9 @@ import numpy as np
 import pytest
 import torch
 
-from fedweave import methods
 from fedweave.cli import main
-from fedweave.config import from_tree
 from fedweave.federation.rounds import federate, one_round
 from fedweave.methods import METHODS, build_method
-from fedweave.methods.single import FedIT
-from fedweave.settings import to_tree
-from fedweave.training.batch import Lane
 from tests.methods.conftest import make_engine, run, with_method
 
 pytestmark = pytest.mark.usefixtures("smooth_optimiser")
@@ -157,22 +152,3 @@ def test_every_method_runs_and_resumes_from_the_command_line(tmp_path, model_fol
     assert main(["generate", str(tmp_path / "run"), "How many?", "--max-new-tokens", "2"]) == (
         2 if name == "oracle" else 0
     )
-
-
-class OnlyA(FedIT):
-    """What docs/add-a-method.md adds: the mirror image of FFA-LoRA."""
-
-    summary = "example: B frozen, A trained"
-
-    def lane(self, client, state, t) -> Lane:
-        lane = super().lane(client, state, t)
-        lane.trainable = ~state.layout.is_b
-        return lane
-
-
-def test_adding_a_method_is_one_class_and_one_line(config, backbone, monkeypatch):
-    monkeypatch.setitem(methods.METHODS, "only-a", "tests.methods.test_baselines:OnlyA")
-    config = from_tree({**to_tree(config), "method": "only-a"})
-    start, final = run(config, make_engine(config, backbone))
-    # with B at zero, A has no gradient: nothing moves, which is why FFA freezes A and not B
-    assert torch.equal(start.theta, final.theta)

@@ -146,6 +146,21 @@ def test_a_comparison_becomes_groups_with_seed_bands_and_a_trend(grid):
     assert "2.500 ± 0.707" in text, "mean and sample deviation over the two seeds"
 
 
+def test_a_seed_without_other_routings_and_a_run_without_a_test_have_their_place(grid, tmp_path):
+    """One seed found a single expert, so nothing was softly routed; or a server had no test set."""
+    first, second = (grid / "cells" / f"alpha-0.1-seed-{seed}" for seed in (1, 2))
+    summary = json.loads((second / "summary.json").read_text())
+    soft = summary["test"]["best"]["loss"].pop("soft")
+    (second / "summary.json").write_text(json.dumps(summary))
+    page = tmp_path / "both.html"
+    assert main(["report", str(first), str(second), "--output", str(page)]) == 0
+    assert "2.500 ± 0.707" in page.read_text() and f"<td>{soft['macro']:.3f}</td>" in page.read_text()
+    (first / "summary.json").write_text(json.dumps({**summary, "test": {}}))
+    other = grid / "cells" / "alpha-0.5-seed-1"
+    assert main(["report", str(first), str(other), "--output", str(page)]) == 0
+    assert "the server has no test set" in page.read_text()
+
+
 def test_an_untrained_start_does_not_press_the_curves_flat(record):
     """A method without warmup adapters starts at the bare backbone's loss, far above every trained round."""
 

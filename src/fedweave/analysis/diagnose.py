@@ -1,8 +1,8 @@
-"""``fedweave diagnose``: the paper's theory on a run of one's own, as one JSON tree. Constants that the theorems
-assume and no single run reveals (B_g, G_R, σ, L_E, μ, δ_pat, A_i) are not in it.
+"""``fedweave diagnose``: the paper's theory on a run of one's own, as far as it can be measured, as one JSON tree.
 
 Router weights are cheap: what needs only them covers all clients and examples. What needs gradients or losses of
-the real model is taken on a sample: some clients, a few fixed batches of each of their buckets.
+the real model is taken on a sample: some clients, a few fixed batches of each of their buckets. Constants of the
+assumptions, which bound all states, cannot be measured at one: docs/diagnostics.md says what is given instead.
 """
 
 from __future__ import annotations

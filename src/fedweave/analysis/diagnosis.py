@@ -74,6 +74,7 @@ class PathFigures(TypedDict):
     dispersion: list[float]
     consensus_error: list[float]
     smoothness: float
+    gradient_norm: float
     loss_start: float
     loss_persistent: float
     loss_reset: float
@@ -81,12 +82,15 @@ class PathFigures(TypedDict):
     consensus_term: float
     first_step_ratio: float
     consensus_bound_holds: bool
+    pl_most: Number
 
 
 class ClientPaths(PathFigures):
-    gradient_norm: float
     weight_mismatch: float
     weight_mismatch_bias: float
+    weight_mismatch_bound: float
+    weight_mismatch_bound_holds: bool
+    largest_gradient: float
 
 
 class PathsReport(TypedDict):
@@ -107,6 +111,7 @@ class SparseRiskFigures(TypedDict):
     mix: float
     examples: int
     excess: float
+    approximation_most: float
     margin_bound: float
     bound: Number
     calibrated: bool

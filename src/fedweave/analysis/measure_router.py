@@ -48,12 +48,14 @@ def measure_paths(subject: Subject, sample: Sample, rate: float, console: Consol
 
         budget = subject.step_budget(client)
         paths = follow(gradient, start, shares, interleave(budget), rate, bar.advance)
-        mismatch, bias = weight_mismatch(shares, budget, paths.first_gradients)
+        mismatch = weight_mismatch(shares, budget, paths.first_gradients)
         clients[client.name] = {
             **paths.figures(),
-            "gradient_norm": float(np.linalg.norm(shares @ paths.first_gradients)),
-            "weight_mismatch": mismatch,
-            "weight_mismatch_bias": bias,
+            "weight_mismatch": mismatch.distance,
+            "weight_mismatch_bias": mismatch.bias,
+            "weight_mismatch_bound": mismatch.bound,
+            "weight_mismatch_bound_holds": mismatch.bound_holds,
+            "largest_gradient": mismatch.largest_gradient,
         }
     bar.close()
     return {"steps": steps, "rate": rate, "clients": clients}
@@ -101,6 +103,7 @@ def measure_risk(subject: Subject, sample: Sample, console: Console) -> RiskRepo
             "mix": risk.mix,
             "examples": len(rows),
             "excess": risk.excess,
+            "approximation_most": risk.approximation_most,
             "margin_bound": risk.margin_bound,
             "bound": risk.bound if risk.calibrated else None,
             "calibrated": risk.calibrated,

@@ -50,6 +50,11 @@ class SparseRisk:
         return self.sparse - self.oracle
 
     @property
+    def approximation_most(self) -> float:
+        """[R − R_oracle]₊, which A = [R* − R_oracle]₊ cannot exceed: the best router's loss R* is at most R."""
+        return max(0.0, self.soft - self.oracle)
+
+    @property
     def margin_bound(self) -> float:
         """Δ_max R_0."""
         return self.worst * self.margin_risk

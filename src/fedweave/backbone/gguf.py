@@ -11,10 +11,14 @@ from __future__ import annotations
 import os
 import sys
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 from fedweave.errors import UserError, first_line
 from fedweave.files import atomic_folder, file_sha256
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
+    from transformers import PreTrainedTokenizerFast
 
 CACHE = Path(os.environ.get("FEDWEAVE_CACHE", Path.home() / ".cache" / "fedweave"))
 
@@ -92,19 +96,19 @@ class _Tables:
     def text(self, key: str, default: str = "") -> str:
         return bytes(self.fields[key].parts[-1]).decode("utf-8") if key in self.fields else default
 
-    def number(self, key: str, default: Any = None) -> Any:
+    def number(self, key: str, default: int) -> int:
         return self.fields[key].parts[-1][0].item() if key in self.fields else default
 
     def texts(self, key: str) -> list[str]:
         f = self.fields[key]
         return [bytes(f.parts[i]).decode("utf-8") for i in f.data]
 
-    def numbers(self, key: str) -> list[Any]:
+    def numbers(self, key: str) -> list[float]:
         f = self.fields[key]
         return [f.parts[i][0].item() for i in f.data]
 
 
-def build_tokenizer(gguf: Path) -> Any:
+def build_tokenizer(gguf: Path) -> PreTrainedTokenizerFast:
     """The fast tokenizer that the file's vocabulary, merges and names describe."""
     from tokenizers import AddedToken, processors
     from transformers import PreTrainedTokenizerFast
@@ -126,8 +130,8 @@ def build_tokenizer(gguf: Path) -> Any:
     )
 
     def named(role: str) -> str | None:
-        index = tables.number(f"tokenizer.ggml.{role}_token_id")
-        return tokens[index] if index is not None and 0 <= index < len(tokens) else None
+        index = tables.number(f"tokenizer.ggml.{role}_token_id", -1)
+        return tokens[index] if 0 <= index < len(tokens) else None
 
     template = tables.text("tokenizer.chat_template")
     bos, eos, unk = named("bos"), named("eos"), named("unknown")
@@ -152,7 +156,7 @@ def build_tokenizer(gguf: Path) -> Any:
     return fast
 
 
-def _byte_level_bpe(tables: _Tables) -> tuple[Any, list[str]]:
+def _byte_level_bpe(tables: _Tables) -> tuple[Tokenizer, list[str]]:
     from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
 
     tokens = tables.texts("tokenizer.ggml.tokens")
@@ -180,7 +184,7 @@ def _byte_level_bpe(tables: _Tables) -> tuple[Any, list[str]]:
     return tokenizer, tokens
 
 
-def _sentencepiece_bpe(tables: _Tables) -> tuple[Any, list[str]]:
+def _sentencepiece_bpe(tables: _Tables) -> tuple[Tokenizer, list[str]]:
     """SentencePiece BPE: the merges are implied by the pieces and their scores."""
     from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers
 

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -23,13 +23,16 @@ from fedweave.backbone.prompts import PromptFormat
 from fedweave.config import BackboneConfig
 from fedweave.errors import UserError, first_line
 
+if TYPE_CHECKING:
+    from transformers import Cache, PreTrainedModel, PreTrainedTokenizerFast
+
 
 @dataclass
 class Backbone:
     """A causal language model with every parameter frozen, its tokenizer and its prompt format."""
 
-    model: Any
-    tokenizer: Any
+    model: PreTrainedModel
+    tokenizer: PreTrainedTokenizerFast
     prompts: PromptFormat
     name: str
     note: str
@@ -86,7 +89,7 @@ class Backbone:
         logits = hidden @ self.head.T
         return self.softcap * torch.tanh(logits / self.softcap) if self.softcap else logits
 
-    def hidden(self, packed: Packed, cache: Any = None) -> torch.Tensor:
+    def hidden(self, packed: Packed, cache: Cache | None = None) -> torch.Tensor:
         """Last hidden states after the final norm, [T, d]; a cache keeps every layer's keys and values."""
         if self.decoder is not None and cache is None:
             return self.decoder.hidden(packed)
@@ -99,7 +102,7 @@ class Backbone:
         )
         return out.last_hidden_state[0]
 
-    def next_hidden(self, ids: torch.Tensor, positions: torch.Tensor, cache: Any) -> torch.Tensor:
+    def next_hidden(self, ids: torch.Tensor, positions: torch.Tensor, cache: Cache) -> torch.Tensor:
         """One decoding step: newest tokens [rows] at their positions [rows] to hidden states [rows, d]."""
         out = self.model.base_model(
             input_ids=ids[:, None],
@@ -111,7 +114,7 @@ class Backbone:
         return out.last_hidden_state[:, 0]
 
     @contextmanager
-    def decoding(self) -> Iterator[Any]:
+    def decoding(self) -> Iterator[PreTrainedModel]:
         """The model with an attention that knows padding and a key-value cache."""
         self.model.set_attn_implementation(self._decode_attention)
         try:
@@ -141,7 +144,7 @@ class Backbone:
             )
 
 
-def linear_layers(model: Any, targets: Sequence[str], title: str) -> dict[str, torch.nn.Linear]:
+def linear_layers(model: PreTrainedModel, targets: Sequence[str], title: str) -> dict[str, torch.nn.Linear]:
     """The linear layers of ``model`` whose names end as ``experts.target_modules`` says, in model order."""
     found = {
         name: module
@@ -201,7 +204,7 @@ def load_prompts(config: BackboneConfig) -> PromptFormat:
     return PromptFormat(load_tokenizer(locate(config.model, config.revision).path, config.model), config)
 
 
-def load_tokenizer(path: str, name: str) -> Any:
+def load_tokenizer(path: str, name: str) -> PreTrainedTokenizerFast:
     from transformers import AutoTokenizer
 
     try:

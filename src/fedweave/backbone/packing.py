@@ -14,18 +14,18 @@ serves decoding, where one new token per row looks at a key-value cache.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import cache
-from typing import Any
+from typing import cast
 
 import numpy as np
 import torch
 import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from fedweave.kernels import TRITON, to_device
+from fedweave.kernels import to_device, triton
 from fedweave.kernels.attention import LONGEST, WIDEST, sequence_tiles, short_attention
 from fedweave.kernels.lanes import Lanes
 
@@ -75,7 +75,7 @@ class Packed:
         sequence = np.repeat(np.arange(len(lengths)), lengths)
         positions = np.arange(len(ids)) - np.repeat(ends - lengths, lengths)
         longest = longest or int(lengths.max())
-        short = device.type == "cuda" and TRITON and longest <= LONGEST
+        short = device.type == "cuda" and triton is not None and longest <= LONGEST
         return cls(
             ids=to_device(ids, device)[None],
             positions=to_device(positions, device)[None],
@@ -157,7 +157,7 @@ def packed_attention(
     softcap: float | None = None,
     packed: Packed | None = None,
     last: torch.Tensor | None = None,
-    **kwargs: Any,
+    **kwargs: object,
 ) -> tuple[torch.Tensor, None]:
     """Causal attention within each packed sequence; returns [1, T, heads, D].
 
@@ -187,27 +187,33 @@ def attend(
     scale = scaling if scaling is not None else q.shape[-1] ** -0.5
     if packed.tiles is not None and window is None and q.shape[2] <= WIDEST and q.dtype != torch.float32:
         return short_attention(q, k, v, packed.tiles, scale, softcap)
-    if q.is_cuda and softcap is None and q.dtype != torch.float32 and varlen()[0] is not None:
-        return _flash(q, k, v, packed, scale, window)
+    if q.is_cuda and softcap is None and q.dtype != torch.float32 and (flash := varlen()) is not None:
+        return _flash(*flash, q, k, v, packed, scale, window)
     return _padded(q, k, v, packed, scale, window, softcap)
 
 
 @cache
-def varlen() -> tuple[Any, set[str]]:
+def varlen() -> tuple[Callable[..., torch.Tensor], set[str]] | None:
     """torch's flash kernel for packed sequences (CUDA, torch >= 2.10) and the names of its arguments. Importing it
     takes seconds, so only those who use it do."""
     try:
         from torch.nn.attention.varlen import varlen_attn
     except ImportError:  # pragma: no cover - older torch
-        return None, set()
-    return varlen_attn, set(inspect.signature(varlen_attn).parameters)
+        return None
+    return cast("Callable[..., torch.Tensor]", varlen_attn), set(inspect.signature(varlen_attn).parameters)
 
 
 def _flash(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, packed: Packed, scale: float, window: int | None
+    kernel: Callable[..., torch.Tensor],
+    known: set[str],
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    packed: Packed,
+    scale: float,
+    window: int | None,
 ) -> torch.Tensor:
-    kernel, known = varlen()
-    options: dict[str, Any] = {"scale": scale}
+    options: dict[str, float | bool | tuple[int, int]] = {"scale": scale}
     if "window_size" in known:
         options["window_size"] = (window - 1 if window else -1, 0)
     else:  # pragma: no cover - torch 2.10
@@ -236,12 +242,7 @@ def _padded(
 
 
 def _causal(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    scale: float,
-    window: int | None,
-    softcap: float | None,
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, window: int | None, softcap: float | None
 ) -> torch.Tensor:
     if window is None and softcap is None:
         return F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale, enable_gqa=True)

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 import numpy as np
 from jinja2 import TemplateError
@@ -22,6 +22,9 @@ from fedweave.data.examples import Example, Message, Prompt
 from fedweave.errors import UserError, first_line
 
 T = TypeVar("T")
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerFast
 
 
 @dataclass(frozen=True)
@@ -54,7 +57,7 @@ RESPONSE = "\n\nResponse:"  # what follows a plain prompt
 class PromptFormat:
     """Renders and tokenises in one fixed way; its settings are part of the feature cache's key."""
 
-    def __init__(self, tokenizer: Any, config: BackboneConfig):
+    def __init__(self, tokenizer: PreTrainedTokenizerFast, config: BackboneConfig):
         has_template = bool(getattr(tokenizer, "chat_template", None))
         if config.prompt == "chat" and not has_template:
             raise UserError(
@@ -68,7 +71,7 @@ class PromptFormat:
         self.end_of_answer = config.end_of_answer
         self.end_id = self._end_token()
 
-    def settings(self) -> dict[str, Any]:
+    def settings(self) -> dict[str, str | int | None]:
         """What decides the tokens of a prompt; part of every cache key and fingerprint."""
         template = getattr(self.tokenizer, "chat_template", None) if self.kind == "chat" else None
         return {"kind": self.kind, "pool": self.pool, "max_length": self.max_length, "template": template}
@@ -175,9 +178,7 @@ class PromptFormat:
             return []
         # A chat template writes its own BOS; a plain prompt takes the tokenizer's.
         batch = self.tokenizer(
-            [text for text, _, _ in rendered],
-            add_special_tokens=self.kind == "plain",
-            return_offsets_mapping=True,
+            [text for text, _, _ in rendered], add_special_tokens=self.kind == "plain", return_offsets_mapping=True
         )
         out = []
         for ids, offsets, (_, start, end) in zip(

@@ -25,7 +25,7 @@ _SHORT = {
 
 def register(verbs: Verbs) -> None:
     diagnose = verbs.add(
-        "diagnose", _diagnose, "Measure the paper's theory on a run: conflict, contamination, risk."
+        "diagnose", _diagnose, "Measure parts of the paper's theory on a run: conflict, contamination, risk."
     )
     diagnose.add_argument("folder", type=Path, help="the run folder")
     diagnose.add_argument("--clients", type=int, default=4, help="clients whose gradients are taken (default 4)")

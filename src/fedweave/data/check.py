@@ -10,7 +10,7 @@ import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from typing import Any, Protocol
+from typing import Protocol
 
 import numpy as np
 
@@ -18,7 +18,7 @@ from fedweave.config import Config
 from fedweave.data.examples import Example, FederatedData
 from fedweave.data.files import shown
 from fedweave.data.own import HELD_OUT, Gathered, divide, gather
-from fedweave.data.remarks import overlap, row_key
+from fedweave.data.remarks import Asked, Key, overlap, row_key
 from fedweave.errors import UserError
 from fedweave.metrics.scripts import scripts
 
@@ -91,7 +91,7 @@ class Check:
     def passes(self) -> bool:
         return not self.faults
 
-    def as_dict(self) -> dict[str, Any]:
+    def as_dict(self) -> dict[str, object]:
         return {"passes": self.passes, **asdict(self)}
 
 
@@ -182,8 +182,8 @@ def _measure(check: Check, config: Config, gathered: Gathered, data: FederatedDa
 def _repeated(check: Check, gathered: Gathered) -> None:
     """Rows that stand more than once, questions with several answers, chats of which only the end is learned."""
     rows = [row for group in [*gathered.clients.values(), gathered.pool] for row in group]
-    first: dict[Any, Example] = {}
-    answers: dict[Any, set[str]] = {}
+    first: dict[Key, Example] = {}
+    answers: dict[Asked, set[str]] = {}
     chats = 0
     example: tuple[Example, Example] | None = None
     for row in rows:

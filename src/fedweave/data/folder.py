@@ -10,10 +10,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 from fedweave.data.examples import Example, Task
-from fedweave.data.files import read_rows
+from fedweave.data.files import Row, read_rows
 from fedweave.data.rows import RESERVED
 from fedweave.data.tasks import Pool
 from fedweave.data.wordings import WORDINGS, Request, check_wording, choose, render
@@ -110,9 +109,7 @@ def _metric(name: str, where: str) -> str:
     return name
 
 
-def _example(
-    row: dict[str, Any], entries: dict[str, Entry], varied: bool, seed: int, path: Path, number: int
-) -> Example:
+def _example(row: Row, entries: dict[str, Entry], varied: bool, seed: int, path: Path, number: int) -> Example:
     for key in ("task", "input", "output"):
         if not isinstance(row.get(key), str) or not row[key].strip():
             raise UserError(f"{path}:{number}: {key!r} must be a non-empty text; a row has task, input and output.")

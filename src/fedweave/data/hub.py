@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
+from typing import TYPE_CHECKING
 
 from fedweave.data.files import Row
 from fedweave.errors import UserError, first_line
+
+if TYPE_CHECKING:
+    from datasets import Dataset, DatasetDict
 
 HUB = "hf://"
 
@@ -21,7 +24,7 @@ def hub_rows(name: str) -> dict[str, Iterator[tuple[int, Row]]]:
     return {split: _numbered(splits[split]) for split in splits}
 
 
-def load_hub(name: str, subset: str | None, what: str) -> Any:
+def load_hub(name: str, subset: str | None, what: str) -> DatasetDict:
     """The splits of a data set; ``what`` begins the sentence when they cannot be had."""
     try:
         from datasets import load_dataset
@@ -39,7 +42,7 @@ def load_hub(name: str, subset: str | None, what: str) -> Any:
         ) from error
 
 
-def _numbered(split: Any) -> Iterator[tuple[int, Row]]:
+def _numbered(split: Dataset) -> Iterator[tuple[int, Row]]:
     names = {column: kind.int2str for column, kind in split.features.items() if hasattr(kind, "int2str")}
     for number, row in enumerate(split, start=1):
         labels = {column: to_name(row[column]) for column, to_name in names.items() if row[column] is not None}

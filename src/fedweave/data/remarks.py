@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 from fedweave.data.examples import Example
 from fedweave.data.files import shown, split_name
+
+Asked = str | tuple[tuple[str, str], ...]  # a prompt, or its turns
+Key = tuple[Asked, str]
 
 # Names that people give to held-out rows; here they would be clients.
 _MEANT = {
@@ -53,7 +55,7 @@ def odd_names(named: Mapping[str, Path]) -> list[str]:
     return out
 
 
-def row_key(example: Example) -> Any:
+def row_key(example: Example) -> Key:
     """Equal for rows that say the same."""
     prompt = example.prompt
     asked = prompt.strip() if isinstance(prompt, str) else tuple((m["role"], m["content"].strip()) for m in prompt)

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import reprlib
 from collections.abc import Sequence
-from typing import Any
 
 from fedweave.data.examples import Example, Message, Prompt
 from fedweave.data.files import Row
@@ -168,13 +167,13 @@ def _chat(row: Row, where: str, fields: Fields) -> list[Message] | None:
     return None
 
 
-def _messages(messages: Any, name: str, where: str, fewest: int = 2) -> list[Message]:
+def _messages(messages: object, name: str, where: str, fewest: int = 2) -> list[Message]:
     if not isinstance(messages, list) or len(messages) < fewest:
         raise UserError(f"{where}: {name!r} must list at least a user's and an assistant's message.")
     return [_message(m, where) for m in messages]
 
 
-def _message(message: Any, where: str) -> Message:
+def _message(message: object, where: str) -> Message:
     """One turn, in our words for roles and with its parts joined."""
     turn = message if isinstance(message, dict) else {}
     role, content = (turn.get(ours, turn.get(theirs)) for ours, theirs in (("role", "from"), ("content", "value")))
@@ -185,7 +184,7 @@ def _message(message: Any, where: str) -> Message:
     return {"role": ROLE_NAMES[role], "content": content}
 
 
-def _parts(parts: list[Any], where: str) -> str:
+def _parts(parts: list[object], where: str) -> str:
     texts = []
     for part in parts:
         kind = part.get("type") if isinstance(part, dict) else type(part).__name__

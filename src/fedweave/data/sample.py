@@ -14,33 +14,12 @@ from fedweave.data.examples import Example, Task
 from fedweave.data.tasks import Pool
 from fedweave.errors import UserError
 
-_PEOPLE = [
-    "Ada",
-    "Ben",
-    "Cleo",
-    "Dan",
-    "Eva",
-    "Finn",
-    "Gita",
-    "Hugo",
-    "Iris",
-    "Jon",
-    "Kira",
-    "Leo",
-    "Mona",
-    "Nils",
-]
+_PEOPLE = ["Ada", "Ben", "Cleo", "Dan", "Eva", "Finn", "Gita", "Hugo", "Iris", "Jon", "Kira", "Leo", "Mona", "Nils"]
 _PLACES = ["the market", "the school", "the park", "the library", "the station", "the beach", "the office"]
 _VERBS = [  # (wrong form, right past form) followed by a place
-    ("go", "went"),
-    ("walk", "walked"),
-    ("run", "ran"),
-    ("drive", "drove"),
-    ("ride", "rode"),
-    ("come", "came"),
-    ("return", "returned"),
-    ("fly", "flew"),
-]
+    ("go", "went"), ("walk", "walked"), ("run", "ran"), ("drive", "drove"), ("ride", "rode"), ("come", "came"),
+    ("return", "returned"), ("fly", "flew"),
+]  # fmt: skip
 _WHEN = ["yesterday", "last week", "on Monday", "two days ago", "last night", "this morning"]
 _THINGS = ["apples", "coins", "books", "stamps", "shells", "cards", "pens", "eggs", "marbles", "keys"]
 _SUBJECTS = [

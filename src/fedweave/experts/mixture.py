@@ -13,7 +13,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 
@@ -144,5 +143,5 @@ def with_experts(
     return add_experts(y, rows, state.row_gates(x.shape[:-1]), targets, factors, setting, weight)
 
 
-def _hook(layer: Any, args: tuple, output: torch.Tensor) -> torch.Tensor:
+def _hook(layer: torch.nn.Linear, args: tuple[torch.Tensor], output: torch.Tensor) -> torch.Tensor:
     return with_experts(output, args[0], [layer])

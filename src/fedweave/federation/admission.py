@@ -87,7 +87,7 @@ class Door(Generic[R]):
     def _refuse(self, name: str, reason: Exception, warn: Callable[[str], None]) -> None:
         why = str(reason) if isinstance(reason, Refused) else f"it cannot be read ({first_line(reason)})"
         self.receipts.refused.append((name, why))
-        warn(f"{refusal(name, self.step.name, self._round(), why)}.")
+        warn(f"{refusal(name, self.step.said(self._round()), why)}.")
 
     def _round(self) -> int:
         return next(iter(self.asked.values())).question.facts["t"] if self.asked else 0
@@ -179,10 +179,9 @@ class Door(Generic[R]):
         return min(limits)
 
 
-def refusal(name: str, step: str, t: int, why: str) -> str:
+def refusal(name: str, question: str, why: str) -> str:
     """The sentence an operator reads."""
-    which = f"round {t + 1}" if step == "train" else f"{step!r}"
-    return f"{name}'s answer to {which} was refused: {why}"
+    return f"{name}'s answer to {question} was refused: {why}"
 
 
 # -------------------------------------------------------------------------------------- one check each

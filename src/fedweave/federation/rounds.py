@@ -63,7 +63,7 @@ def one_round(
         if attempt < settings.repeats:
             engine.console.warn(f"{short}; it is repeated.")
     refused = report.receipts.refused
-    why = f" ({refusal(refused[-1][0], method.train.name, t, refused[-1][1])})" if refused else ""
+    why = f" ({refusal(refused[-1][0], method.train.said(t), refused[-1][1])})" if refused else ""
     raise UserError(
         f"{short}{why}; mend the clients or lower federation.min_answers. The last checkpoint is intact: continue "
         "with `fedweave resume`."

@@ -81,6 +81,10 @@ class Reply(ABC, Generic[R]):
 
     name: str  # of the question
 
+    def said(self, t: int) -> str:
+        """The question as an operator reads it."""
+        return repr(self.name)
+
     @abstractmethod
     def figures(self, asked: Asked) -> dict[str, Figure]:
         """The figures of a reply."""

@@ -53,6 +53,9 @@ class Train(Step[Update]):
         self.method, self.config = method, method.config
         self._columns: tuple[AdapterLayout, torch.device, int, dict[str, torch.Tensor]] | None = None
 
+    def said(self, t: int) -> str:
+        return f"round {t + 1}"
+
     # ---------------------------------------------------------------------------------- client side
 
     def answer(self, compute: Compute, clients: Sequence[Client], question: Message) -> Iterator[Answer]:

@@ -8,23 +8,36 @@ once, and plain torch for everything else, which is also the reference that test
 from __future__ import annotations
 
 import os
+from typing import Protocol
 
 import numpy as np
 import torch
 
-try:
-    import triton  # noqa: F401  (comes with torch's CUDA builds)
-
-    TRITON = True
+try:  # comes with torch's CUDA builds
+    import triton
+    import triton.language as tl
 except ImportError:
-    TRITON = False
+    triton = tl = None
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"  # kernels on a CPU, for tests
 
 
+class Context(Protocol):
+    """What autograd hands from an operation's forward pass to its backward pass."""
+
+    saved_tensors: tuple[torch.Tensor, ...]
+    needs_input_grad: tuple[bool, ...]
+
+    def save_for_backward(self, *tensors: torch.Tensor | None) -> None: ...
+
+    def mark_dirty(self, *tensors: torch.Tensor) -> None: ...
+
+    def set_materialize_grads(self, value: bool) -> None: ...
+
+
 def fused(x: torch.Tensor) -> bool:
     """Whether the Triton version runs on this tensor."""
-    return TRITON and (x.is_cuda or INTERPRETED)
+    return triton is not None and (x.is_cuda or INTERPRETED)
 
 
 def power_of_two(n: int) -> int:

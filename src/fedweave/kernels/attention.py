@@ -15,18 +15,12 @@ Every number is written once by one block, so two runs are alike to the last bit
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Protocol
 
 import numpy as np
 import torch
 
-from fedweave.kernels import power_of_two
-
-try:
-    import triton
-    import triton.language as tl
-except ImportError:
-    triton = None
+from fedweave.kernels import Context, power_of_two, tl, triton
 
 BLOCK = 64  # tokens of a sequence that one block of threads owns
 # Tokens that it looks at in a step, warps, and stages of loads, for heads of up to 64 and up to 128: the fastest of
@@ -67,10 +61,14 @@ def short_attention(
     return _ShortAttention.apply(q, k, v, tiles, scale, softcap)
 
 
+class _Attended(Context, Protocol):
+    launch: Launch
+
+
 class _ShortAttention(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any,
+        ctx: _Attended,
         q: torch.Tensor,
         k: torch.Tensor,
         v: torch.Tensor,
@@ -85,7 +83,7 @@ class _ShortAttention(torch.autograd.Function):
         return out
 
     @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+    def backward(ctx: _Attended, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         q, k, v, out, lse = ctx.saved_tensors
         do = grads[0].contiguous()
         dq, delta = ctx.launch.dq(q, k, v, out, lse, do)
@@ -145,7 +143,7 @@ class Launch:
 
     def _arguments(
         self, kernel: str, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
-    ) -> tuple[tuple[float | int, ...], dict[str, Any]]:
+    ) -> tuple[tuple[float | int, ...], dict[str, int]]:
         heads, kv_heads, width = q.shape[1], k.shape[1], q.shape[2]
         padded = max(16, power_of_two(width))
         numbers = (

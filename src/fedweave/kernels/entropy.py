@@ -4,13 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from fedweave.kernels import fused
-
-try:
-    import triton
-    import triton.language as tl
-except ImportError:
-    triton = None
+from fedweave.kernels import fused, tl, triton
 
 _BLOCK = 4096
 

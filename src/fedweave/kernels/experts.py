@@ -13,10 +13,11 @@ Dropout masks are never written to memory: a mask bit is a hash, cheaper to comp
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Protocol
 
 import torch
 
+from fedweave.kernels import Context
 from fedweave.kernels.lanes import Setting, Target
 from fedweave.kernels.products import expand, outer, reduce, reduce_back
 
@@ -35,10 +36,18 @@ def add_experts(
     return _AddExperts.apply(y, x, gates, targets, setting, weight, *factors)
 
 
+class _Added(Context, Protocol):
+    targets: Sequence[Target]
+    setting: Setting
+    weight: torch.Tensor | None
+    gated: bool
+    places: list[torch.Tensor | None]  # where the factors' gradients are added up
+
+
 class _AddExperts(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any,
+        ctx: _Added,
         y: torch.Tensor,
         x: torch.Tensor,
         gates: torch.Tensor | None,
@@ -59,7 +68,7 @@ class _AddExperts(torch.autograd.Function):
         return y
 
     @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+    def backward(ctx: _Added, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         dy, setting, weight, count = grads[0].flatten(0, -2), ctx.setting, ctx.weight, len(ctx.targets)
         x, *rest = ctx.saved_tensors
         gates = rest.pop(0) if ctx.gated else None

@@ -2,25 +2,17 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 import torch.nn.functional as F
 
-from fedweave.kernels import fused
-
-try:
-    import triton
-    import triton.language as tl
-except ImportError:
-    triton = None
+from fedweave.kernels import Context, fused, tl, triton
 
 _BLOCK = 1024
 
 
 class _GatedUnit(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, both: torch.Tensor) -> torch.Tensor:
+    def forward(ctx: Context, both: torch.Tensor) -> torch.Tensor:
         ctx.save_for_backward(both)
         width = both.shape[1] // 2
         if not fused(both):
@@ -31,7 +23,7 @@ class _GatedUnit(torch.autograd.Function):
         return out
 
     @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor) -> torch.Tensor:
+    def backward(ctx: Context, *grads: torch.Tensor) -> torch.Tensor:
         (both,) = ctx.saved_tensors
         dm, width = grads[0].contiguous(), both.shape[1] // 2
         if fused(both):

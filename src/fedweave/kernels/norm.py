@@ -3,18 +3,11 @@
 from __future__ import annotations
 
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any
 
 import torch
 from torch.autograd.graph import saved_tensors_hooks
 
-from fedweave.kernels import fused, power_of_two
-
-try:
-    import triton
-    import triton.language as tl
-except ImportError:
-    triton = None
+from fedweave.kernels import Context, fused, power_of_two, tl, triton
 
 
 def add_norm(
@@ -28,7 +21,7 @@ def add_norm(
 
 def computed_again(
     h: torch.Tensor, s: torch.Tensor, weight: torch.Tensor, eps: float
-) -> AbstractContextManager[Any]:
+) -> AbstractContextManager[object]:
     """In here a gradient that will need h keeps nothing: s is kept anyway, and h is soon computed again from it."""
     if not torch.is_grad_enabled():
         return nullcontext()
@@ -53,7 +46,7 @@ def _norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
 class _AddNorm(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, x: torch.Tensor, delta: torch.Tensor, weight: torch.Tensor, eps: float
+        ctx: Context, x: torch.Tensor, delta: torch.Tensor, weight: torch.Tensor, eps: float
     ) -> tuple[torch.Tensor, torch.Tensor]:
         ctx.set_materialize_grads(False)
         if fused(x):
@@ -67,7 +60,7 @@ class _AddNorm(torch.autograd.Function):
         return s, h
 
     @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
+    def backward(ctx: Context, *grads: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
         ds, dh = grads
         s, weight, inverse = ctx.saved_tensors
         if dh is None:

@@ -8,17 +8,9 @@ changed and the direction of the copy reversed.
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 
-from fedweave.kernels import fused, power_of_two
-
-try:
-    import triton
-    import triton.language as tl
-except ImportError:
-    triton = None
+from fedweave.kernels import Context, fused, power_of_two, tl, triton
 
 _TOKENS = 64
 
@@ -26,7 +18,7 @@ _TOKENS = 64
 class _Rotate(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, qkv: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, heads: int, kv_heads: int
+        ctx: Context, qkv: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, heads: int, kv_heads: int
     ) -> tuple[torch.Tensor, ...]:
         ctx.save_for_backward(cos, sin)
         tokens, width = len(qkv), cos.shape[1]
@@ -38,7 +30,7 @@ class _Rotate(torch.autograd.Function):
         return _turn(q, cos, sin), _turn(k, cos, sin), v.clone()
 
     @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+    def backward(ctx: Context, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         cos, sin = ctx.saved_tensors
         dq, dk, dv = grads
         if fused(dq):

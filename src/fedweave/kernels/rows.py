@@ -9,13 +9,7 @@ from __future__ import annotations
 
 import torch
 
-from fedweave.kernels import fused, power_of_two
-
-try:
-    import triton
-    import triton.language as tl
-except ImportError:
-    triton = None
+from fedweave.kernels import fused, power_of_two, tl, triton
 
 MOST_ROWS = 64  # beyond, computing u once for all blocks is cheaper
 
@@ -43,12 +37,7 @@ _TOKENS, _COLUMNS = 16, 64  # a tensor core's smallest side is 16
 
 
 def _launch(
-    y: torch.Tensor,
-    x: torch.Tensor,
-    a: torch.Tensor,
-    b: torch.Tensor,
-    wide: torch.Tensor | None,
-    scale: float,
+    y: torch.Tensor, x: torch.Tensor, a: torch.Tensor, b: torch.Tensor, wide: torch.Tensor | None, scale: float
 ) -> None:
     tokens, width = y.shape
     _rows_kernel[(-(-tokens // _TOKENS), -(-width // _COLUMNS))](

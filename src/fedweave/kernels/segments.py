@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
+
+from fedweave.kernels import Context
 
 
 def sum_segments(values: torch.Tensor, boundaries: torch.Tensor) -> torch.Tensor:
@@ -20,10 +20,12 @@ def spread(values: torch.Tensor, sequence: torch.Tensor, boundaries: torch.Tenso
 
 class _Spread(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, values: torch.Tensor, sequence: torch.Tensor, boundaries: torch.Tensor) -> torch.Tensor:
+    def forward(
+        ctx: Context, values: torch.Tensor, sequence: torch.Tensor, boundaries: torch.Tensor
+    ) -> torch.Tensor:
         ctx.save_for_backward(boundaries)
         return values.index_select(0, sequence)
 
     @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+    def backward(ctx: Context, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         return sum_segments(grads[0].contiguous(), ctx.saved_tensors[0]), None, None

@@ -4,14 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from fedweave.kernels import power_of_two
+from fedweave.kernels import power_of_two, tl, triton
 from fedweave.kernels.lanes import TILE, Setting
-
-try:
-    import triton
-    import triton.language as tl
-except ImportError:
-    triton = None
 
 # What a block holds, and with how many warps and stages of loads; ``benchmarks/kernels.py`` tries others.
 BLOCKS: dict[str, dict[str, int]] = {

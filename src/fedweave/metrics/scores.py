@@ -12,11 +12,15 @@ import unicodedata
 from collections import Counter
 from collections.abc import Callable, Sequence
 from functools import lru_cache
-from typing import Any
+from typing import TYPE_CHECKING
 
 from fedweave.errors import UserError
 from fedweave.metrics.scripts import words
 from fedweave.metrics.user_metric import user_metric
+
+if TYPE_CHECKING:
+    from rouge_score.rouge_scorer import RougeScorer
+    from sacrebleu.metrics import CHRF
 
 SENTIMENTS = ("negative", "neutral", "positive")
 
@@ -102,7 +106,7 @@ class _Words:
 
 
 @lru_cache(maxsize=2)
-def _rouge_scorer(tokenizer: Any = None) -> Any:
+def _rouge_scorer(tokenizer: type[_Words] | None = None) -> RougeScorer:
     from rouge_score.rouge_scorer import RougeScorer
 
     return RougeScorer(["rouge1", "rouge2", "rougeLsum"], use_stemmer=False, tokenizer=tokenizer)
@@ -125,7 +129,7 @@ def rouge_unicode(prediction: str, reference: str) -> float:
 
 
 @lru_cache(maxsize=1)
-def _chrf_scorer() -> Any:
+def _chrf_scorer() -> CHRF:
     try:
         from sacrebleu.metrics import CHRF
     except ImportError:

@@ -9,7 +9,7 @@ import importlib
 import os
 import sys
 from collections.abc import Callable
-from typing import Any
+from typing import SupportsFloat
 
 from fedweave.errors import UserError, first_line
 
@@ -37,7 +37,7 @@ def user_metric(name: str) -> Callable[[str, str], float]:
     return score
 
 
-def _load(name: str) -> Callable[[str, str], Any]:
+def _load(name: str) -> Callable[[str, str], SupportsFloat]:
     module, _, attribute = name.partition(":")
     before = list(sys.path)
     sys.path.append(os.getcwd())
@@ -56,6 +56,6 @@ def _load(name: str) -> Callable[[str, str], Any]:
     return found
 
 
-def _short(value: Any) -> str:
+def _short(value: object) -> str:
     text = repr(value)
     return text if len(text) <= 60 else f"{text[:57]}…"

@@ -21,13 +21,13 @@ from fedweave.report.groups import Group
 from fedweave.report.style import Picture
 from fedweave.runs.reading import RunRecord, read_json
 from fedweave.runs.text import AUDIT, audit_rows
+from fedweave.schema import Tested
 
 
 @dataclass
 class Table:
     header: list[str]
     rows: list[list[str]]
-    title: str = ""
     best: int | None = None  # the row to stress
 
 
@@ -103,11 +103,11 @@ def _results(groups: Sequence[Group], own: Group, lead: RunRecord) -> Section:
     section = Section("results", "Scores and losses")
     section.show(
         curves.test_scores(groups), curves.test_change(lead), curves.method_losses(groups), curves.task_losses(own),
-        curves.site_losses(lead),        curves.task_scores(own), curves.training_loss(lead),
+        curves.site_losses(lead), curves.task_scores(own), curves.training_loss(lead),
     )  # fmt: skip
     finished = [g for g in groups if g.finished()]
-    if len(finished) == 1 and lead.summary:
-        section.tables.append(_task_table(finished[0], lead))
+    if lead.best and len(finished) == 1:
+        section.tables.append(_task_table(finished[0], lead.best, lead))
     elif finished:
         section.tables += [_group_table(finished, kind) for kind in ("score", "loss")]
     section.lacks(not lead.summary, "test results: the run has not finished.")
@@ -121,21 +121,20 @@ def _results(groups: Sequence[Group], own: Group, lead: RunRecord) -> Section:
     return section
 
 
-def _task_table(group: Group, lead: RunRecord) -> Table:
+def _task_table(group: Group, best: Tested, lead: RunRecord) -> Table:
     """One experiment: a row per task."""
-    assert lead.best is not None
     bare = lead.untouched
-    scored, used = "score" in lead.best, lead.best["used"]
+    scored, used = "score" in best, best["used"]
+    others = [routing for routing in best["loss"] if routing != used]
     rows = []
-    for task in lead.best["loss"][used]:
+    for task in best["loss"][used]:
         title = {**lead.tasks, "macro": "macro average"}.get(task, task)
         row = [title, *([_figure(group.test("score", task))] if scored else []), _figure(group.test("loss", task))]
-        row += [
-            _figure([r.best["loss"][x][task] for r in group.runs if r.best]) for x in lead.best["loss"] if x != used
-        ]
+        for routing in others:  # a seed that found one expert has no other routing
+            losses = [run.best["loss"].get(routing) for run in group.runs if run.best]
+            row.append(_figure([by_task[task] for by_task in losses if by_task]))
         rows.append([*row, *([f"{bare[task]:.3f}"] if bare else [])])
-    others = [f"loss, {x} ↓" for x in lead.best["loss"] if x != used]
-    header = ["test set", *([f"score, {used} ↑"] if scored else []), f"loss, {used} ↓", *others]
+    header = ["test set", *([f"score, {used} ↑"] if scored else []), *(f"loss, {x} ↓" for x in [used, *others])]
     return Table([*header, *(["loss, untouched"] if bare else [])], rows)
 
 
@@ -156,7 +155,7 @@ def _group_table(groups: Sequence[Group], kind: str) -> Table:
     ]  # fmt: skip
     means = np.array([float(np.mean(g.test(kind, "macro") or [np.nan])) for g in groups])
     best = None if np.isnan(means).all() else int(np.nanargmax(means) if kind == "score" else np.nanargmin(means))
-    return Table([f"test {kind} {'↑' if kind == 'score' else '↓'}", "seeds", *tasks.values()], rows, "", best)
+    return Table([f"test {kind} {'↑' if kind == 'score' else '↓'}", "seeds", *tasks.values()], rows, best)
 
 
 def _figure(values: Sequence[float]) -> str:

@@ -27,12 +27,7 @@ class RouterLayout:
     @property
     def shapes(self) -> dict[str, tuple[int, ...]]:
         d, h, m = self.width, self.hidden, self.experts
-        return {
-            "linear1.weight": (h, d),
-            "linear1.bias": (h,),
-            "linear2.weight": (m, h),
-            "linear2.bias": (m,),
-        }
+        return {"linear1.weight": (h, d), "linear1.bias": (h,), "linear2.weight": (m, h), "linear2.bias": (m,)}
 
     @property
     def size(self) -> int:

@@ -122,11 +122,7 @@ class StepBatch:
 
 
 def build_batch(
-    lanes: Sequence[Lane],
-    step: int,
-    dropout: float,
-    device: torch.device,
-    capacity: Capacity | None = None,
+    lanes: Sequence[Lane], step: int, dropout: float, device: torch.device, capacity: Capacity | None = None
 ) -> StepBatch:
     """The batch of one step, on ``device``."""
     chosen = [lane.examples(step) for lane in lanes]

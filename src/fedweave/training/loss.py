@@ -7,10 +7,9 @@ at hand: backward is then one multiplication and nothing is computed twice.
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 
+from fedweave.kernels import Context
 from fedweave.kernels.entropy import entropy_and_slope
 
 _BLOCK_ELEMENTS = 1 << 28  # logits of one block: 1 GiB in float32
@@ -19,7 +18,7 @@ _BLOCK_ELEMENTS = 1 << 28  # logits of one block: 1 GiB in float32
 class _LinearCrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, hidden: torch.Tensor, head: torch.Tensor, targets: torch.Tensor, softcap: float | None
+        ctx: Context, hidden: torch.Tensor, head: torch.Tensor, targets: torch.Tensor, softcap: float | None
     ) -> torch.Tensor:
         rows = max(1, _BLOCK_ELEMENTS // head.shape[0])
         nll = torch.empty(len(hidden), device=hidden.device)  # [n]
@@ -34,7 +33,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         return nll
 
     @staticmethod
-    def backward(ctx: Any, *grad_outputs: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
+    def backward(ctx: Context, *grad_outputs: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
         (grad,) = ctx.saved_tensors
         return grad * grad_outputs[0][:, None].to(grad.dtype), None, None, None
 

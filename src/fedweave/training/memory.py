@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -12,12 +12,15 @@ import torch
 from fedweave.backbone.load import Backbone
 from fedweave.training.batch import Lane
 
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
+
 _USABLE = 0.8  # of the free memory; the rest is for what a step allocates in passing
 _CPU_TOKENS = 4096  # a longer step is no faster on a CPU
 _PER_PARAMETER = 24  # bytes: value, gradient, two moments and start in float32, a copy and its gradient in bfloat16
 
 
-def activation_numbers(config: Any, fused: bool) -> int:
+def activation_numbers(config: PretrainedConfig, fused: bool) -> int:
     """Numbers kept for the backward pass, per token: those that ``backbone/decoder.py`` keeps, or about 12
     hidden-wide and 4 MLP-wide tensors a layer where transformers' own layers run."""
     width, inner = config.hidden_size, config.intermediate_size
@@ -52,6 +55,5 @@ def lanes_that_fit(backbone: Backbone, lanes: Sequence[Lane], asked: int | str) 
     free, _ = torch.cuda.mem_get_info(backbone.device)
     free += torch.cuda.memory_reserved(backbone.device) - torch.cuda.memory_allocated(backbone.device)
     return Fit(
-        max(1, int(_USABLE * free / each)),
-        f"about {each / 2**30:.2f} GiB each, {free / 2**30:.0f} GiB free",
+        max(1, int(_USABLE * free / each)), f"about {each / 2**30:.2f} GiB each, {free / 2**30:.0f} GiB free"
     )

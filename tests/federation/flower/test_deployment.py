@@ -43,9 +43,11 @@ def assert_model_of_those_who_answered(deployment, run, monkeypatch):
     rounds, other = iter(answered), run.with_name(f"{run.name}-in-one-process")
     real = InProcessEngine.answers
 
-    def answers(self, method, state, participants, t, courier):
-        chosen = next(rounds)
-        return real(self, method, state, [c for c in participants if c.name in chosen], t, courier)
+    def answers(self, step, asked, question):
+        if step.name == "train":
+            chosen = next(rounds)
+            asked = [one for one in asked if one.member.name in chosen]
+        return real(self, step, asked, question)
 
     with monkeypatch.context() as patch:
         patch.setattr(InProcessEngine, "answers", answers)
