@@ -32,5 +32,10 @@ def check_together(config: Config) -> None:
             raise UserError(f"{key} must be auto or at least 1, not {value}.")
     if training.participation > 1 and training.participation != int(training.participation):
         raise UserError("training.participation above 1 is a count of clients and must be a whole number.")
+    experts = config.experts
+    if experts.shared_rank % experts.rank:
+        raise UserError(
+            f"experts.shared_rank={experts.shared_rank} must be a multiple of experts.rank={experts.rank}, or 0."
+        )
     if config.method not in METHODS:
         raise UserError(f"method={config.method!r} is unknown: {nearest(config.method, METHODS)}")

@@ -60,6 +60,8 @@ class AlignmentReport(TypedDict):
     bucket_silhouettes: NotRequired[dict[str, dict[str, float]]]  # client -> k -> silhouette
     prototypes: NotRequired[int]
     prototype_labels: NotRequired[list[int]]  # the expert of every bucket
+    router_examples: NotRequired[list[int]]  # experts.labels=router: examples of every expert
+    dropped_experts: NotRequired[list[int]]  # of alignment's, those that too few examples were for
     alignment_silhouettes: NotRequired[dict[str, float]]  # M -> silhouette
     alignment_note: NotRequired[str]
     signature_distance: NotRequired[list[list[float]] | None]  # None: too many buckets to read
@@ -293,6 +295,7 @@ class Description(TypedDict):
     fingerprint: str
     experts: int
     rank: int
+    shared: NotRequired[int]  # rank of what all experts share; bundles of earlier versions have none
     alpha: float
     target_modules: list[str]
     router: RouterShape | None

@@ -61,7 +61,7 @@ def test_routed_weight_sums_to_what_the_router_says(diagnosed, plain):
     """One expert's mean weight, from the router's own output and the schedule, without the [U, K, M] table."""
     subject = open_subject(plain, "best", QUIET)
     expected = np.zeros(subject.state.layout.experts)
-    counts = np.stack([c.counts(len(expected), subject.step_budget(c)).numpy() for c in subject.clients])
+    counts = np.stack([subject.method.counts(c, subject.state).numpy() for c in subject.clients])
     for client, row in zip(subject.clients, counts / counts.sum(0).clip(min=1), strict=True):
         gates = subject.gates(client, subject.state)
         budget = subject.step_budget(client)

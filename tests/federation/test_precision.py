@@ -124,7 +124,7 @@ def test_a_client_sends_the_experts_that_it_serves(config, backbone):
         assert set(message.tensors) == served | {"router"}
         size = 4 * (len(served) * single + state.router.size)
         assert message.size == tensor_bytes(message.tensors.values()) == size
-    assert method.train.broadcast_size(state.layout, state.router) == 4 * (state.layout.size + state.router.size)
+    assert method.train.broadcast_size(state.layout, state.router, 0) == 4 * (state.layout.size + state.router.size)
     assert any(len(set(client.assignment)) < state.layout.experts for client in engine.members)
 
 

@@ -82,7 +82,7 @@ def test_a_round_is_the_asymmetric_average_of_lone_clients(config, backbone, smo
     final = federate(method, engine, state, range(1), lambda state, report: None)
     layout, owner = state.layout, state.layout.expert_of_column
     theta, phi = state.theta.clone(), state.phi.clone()
-    counts = [c.counts(layout.experts) for c in engine.members]
+    counts = [method.counts(c, state) for c in engine.members]
     for client, n in zip(engine.members, counts, strict=True):
         lane = method.lane(client, state, 0)
         result = next(engine.compute.train(layout, state.router, [lane], "alone"))
@@ -97,14 +97,13 @@ def test_a_round_is_the_asymmetric_average_of_lone_clients(config, backbone, smo
 
 def test_every_example_counts_for_exactly_one_expert(config, backbone):
     engine = make_engine(config, backbone)
-    state = build_method(config).prepare(engine)
+    method = build_method(config)
+    state = method.prepare(engine)
     engine.detach()
     for client in engine.members:
-        assert client.counts(state.layout.experts).sum() == len(client)
-        assert (
-            torch.bincount(client.example_experts(), minlength=state.layout.experts).tolist()
-            == client.counts(state.layout.experts).tolist()
-        )
+        counts = method.counts(client, state)
+        assert counts.sum() == len(client)
+        assert torch.bincount(client.example_experts(), minlength=state.layout.experts).tolist() == counts.tolist()
 
 
 @pytest.mark.parametrize(("asked", "count"), [(1.0, 10), (0.3, 3), (0.01, 1), (4, 4), (99, 10)])

@@ -11,16 +11,18 @@ from fedweave.experts.layout import AdapterLayout
 
 
 class ExpertAverage:
-    """θ_m += Σ_i n(i,m) Δθ(i,m) / Σ_j n(j,m). An expert that nobody serves keeps its value."""
+    """θ_m += Σ_i n(i,m) Δθ(i,m) / Σ_j n(j,m). An expert that nobody serves keeps its value; what all share is
+    averaged over |D_i|."""
 
     def __init__(self, layout: AdapterLayout, device: torch.device):
         self.owner = layout.expert_of_column.to(device)  # [P]
         self.sum = torch.zeros(layout.size, device=device)
-        self.weight = torch.zeros(layout.experts, device=device)
+        self.weight = torch.zeros(layout.experts + 1, device=device)  # of every expert, and of the shared part
 
-    def add(self, delta: torch.Tensor, counts: torch.Tensor) -> None:
-        """One client's Δθ [P] with its matched sample counts n(i,·) [M]; a zero count is a part not uploaded."""
-        counts = counts.to(self.sum)
+    def add(self, delta: torch.Tensor, counts: torch.Tensor, samples: float = 0.0) -> None:
+        """One client's Δθ [P] with its matched sample counts n(i,·) [M], of which a zero is a part not uploaded,
+        and |D_i|."""
+        counts = torch.cat([counts, counts.new_tensor([samples])]).to(self.sum)
         column_weight = counts[self.owner]
         self.sum += torch.where(column_weight > 0, delta.to(self.sum) * column_weight, 0.0)
         self.weight += counts

@@ -53,8 +53,17 @@ class Alignment:
     note: str = ""
 
 
-def align(distance: np.ndarray, max_experts: int) -> Alignment:
-    """Average-linkage clustering for every feasible M in 2 … min(max_experts, P - 1); the best silhouette wins."""
+def align(
+    distance: np.ndarray,
+    max_experts: int,
+    method: str = "average",
+    least: float = -1.0,
+    sizes: np.ndarray | None = None,
+    min_share: float = 0.0,
+) -> Alignment:
+    """Hierarchical clustering for every feasible M in 2 … min(max_experts, P - 1); the best silhouette wins. One
+    expert it is where none is above ``least``, or where every M has an expert with less than ``min_share`` of all
+    examples; ``sizes`` [P] are the prototypes'."""
     prototypes = len(distance)
     one = np.zeros(prototypes, dtype=int)
     if prototypes < 3 or max_experts < 2:
@@ -62,22 +71,28 @@ def align(distance: np.ndarray, max_experts: int) -> Alignment:
     if distance.max() <= _ALIKE:
         return Alignment(1, one, {}, "all signatures are alike: one expert")
     best, silhouettes = None, {}
-    for labels in cuts(distance, min(max_experts, prototypes - 1)):
+    for labels in cuts(distance, min(max_experts, prototypes - 1), method):
         count = int(labels.max()) + 1
         silhouettes[count] = silhouette(distance, labels)
+        shares = np.bincount(labels, sizes)
+        if silhouettes[count] < least or shares.min() < min_share * shares.sum():
+            continue
         if best is None or silhouettes[count] > silhouettes[best[0]]:  # ties keep the smaller count
             best = (count, labels)
-    assert best is not None
+    if best is None:
+        return Alignment(1, one, silhouettes, "no number of experts parts the buckets well enough: one expert")
     note = ""
     if prototypes - 1 < max_experts:
         note = f"only {prototypes} prototypes: at most {prototypes - 1} experts were considered"
     return Alignment(best[0], _by_first_appearance(best[1]), silhouettes, note)
 
 
-def cuts(distance: np.ndarray, most: int) -> Iterator[np.ndarray]:
-    """Labels [prototypes] of 2, 3, … ``most`` clusters of one average-linkage tree."""
+def cuts(distance: np.ndarray, most: int, method: str = "average") -> Iterator[np.ndarray]:
+    """Labels [prototypes] of 2, 3, … ``most`` clusters of one tree. Ward's spread is Euclidean: the mean of
+    1 - cosine is half of a squared distance between unit vectors."""
     prototypes = len(distance)
-    tree = linkage(squareform(distance, checks=False), method="average")
+    pairs = squareform(distance, checks=False)
+    tree = linkage(pairs if method == "average" else np.sqrt(2 * pairs), method=method)
     order = leaves_list(tree)  # the leaves under a node are a stretch of it
     sizes = np.concatenate([np.ones(prototypes, dtype=int), tree[:, 3].astype(int)])
     stretches = {2 * prototypes - 2: 0}  # node → where its stretch begins; the root covers everything

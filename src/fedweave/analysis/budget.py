@@ -71,10 +71,11 @@ def predict(
     if precision not in PRECISIONS:
         raise UserError(f"precision={precision!r} is not known: {nearest(precision, PRECISIONS)}")
     targets = config.experts.target_modules
-    stacked = shape.layout(targets, config.experts.rank, experts)
+    stacked = shape.layout(targets, config.experts.rank, experts, config.experts.shared_rank)
     router = RouterLayout(shape.width, config.router.hidden, experts)
     single = shape.layout(targets, config.experts.single_rank, 1)
-    sizes = Sizes(single, stacked, router, experts if served is None else served)
+    served = experts if served is None else served
+    sizes = Sizes(single, stacked, router, served, config.router.training == "soft")
     signer = Signatures(stacked.with_experts(1), config.discovery.sketch, config.seed)
     signature = sum(signer.widths) * signer.dtype.itemsize
     training, warm_start = config.training, config.router.warm_start
@@ -91,7 +92,7 @@ def predict(
             signature_numbers=sum(signer.widths),
             signature_bytes=signature,
             client_bytes=buckets * signature,
-            adapter_bytes=stacked.size // experts * _FULL,
+            adapter_bytes=stacked.with_experts(1).size * _FULL if config.experts.start == "warmup" else 0,
             warmup_steps=warmup,
             training_steps=steps,
             warmup_ratio=warmup / steps if steps else float("inf"),

@@ -50,8 +50,8 @@ class ModelShape:
     def parameters(self) -> int:
         return sum(p.numel() for p in self.model.parameters())
 
-    def layout(self, targets: tuple[str, ...], rank: int, experts: int) -> AdapterLayout:
-        return AdapterLayout.of(linear_layers(self.model, targets, self.name), rank, experts)
+    def layout(self, targets: tuple[str, ...], rank: int, experts: int, shared: int = 0) -> AdapterLayout:
+        return AdapterLayout.of(linear_layers(self.model, targets, self.name), rank, experts, shared)
 
     def activation_numbers(self) -> int:
         """Numbers kept for backward per token."""

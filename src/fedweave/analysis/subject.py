@@ -102,7 +102,7 @@ class Subject:
         experts = self.state.layout.experts
         rows = []
         for client in self.clients:
-            counts = self.method.counts(client, experts).numpy()
+            counts = self.method.counts(client, self.state).numpy()
             rows.append(np.full(experts, float(len(client))) if whole_clients else counts)
         counted = np.stack(rows)  # [clients, M]
         weight = counted / counted.sum(0).clip(min=1e-12)
@@ -113,12 +113,16 @@ class Subject:
     def phi(self, client: Client, state: ServerState) -> torch.Tensor:
         """[Q] the router state that a client trains from."""
         phi = self.method.lane(client, state, 0).phi
-        assert phi is not None
+        if phi is None:  # the router is not trained: it is everybody's
+            assert state.phi is not None
+            return state.phi[0]
         return phi
 
     def gates(self, client: Client, state: ServerState) -> np.ndarray:
         """[n, M] router weights of a client's training examples, as it trains."""
         assert state.router is not None
+        if (given := self.method.lane(client, state, 0).gates) is not None:
+            return given.double().numpy()
         with torch.no_grad():
             phi = self.phi(client, state)
             return state.router.route(phi, client.data.features.to(phi)).double().cpu().numpy()
@@ -139,8 +143,7 @@ def open_subject(folder: Path, which: str, console: Console) -> Subject:
     run.check_manifest(prepared.data.manifest)
     workspace = prepared.build(console)
     method = build_method(config)
-    if method.uses_labels:
-        workspace.reveal_labels()
+    workspace.disclose(method)
     newest = found[0]
     newest.check(config, workspace.backbone)
     workspace.engine.restore(newest.meta["clients"], newest.tensors)

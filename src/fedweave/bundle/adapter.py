@@ -18,11 +18,12 @@ from fedweave.schema import Description
 _PROBE = "Fix the grammar, then say in one word how many hats Mia has: She have 3 hat and find 4 more."
 
 
-def write_adapter(
-    folder: Path, tensors: dict[str, torch.Tensor], description: Description, rank: int, alpha: float
-) -> None:
+def write_adapter(folder: Path, tensors: dict[str, torch.Tensor], description: Description) -> None:
     """Only what every loader understands: LoRA on named linear layers, no bias, no modules to save, no variants.
-    vLLM also asks that ``base_model_name_or_path`` is the very name of the model that it serves."""
+    PEFT scales by alpha / rank, and ours is the scale of one expert: a higher rank needs a higher alpha. vLLM also
+    asks that ``base_model_name_or_path`` is the very name of the model that it serves."""
+    rank = len(next(iter(tensors.values())))  # rows of the first lora_A
+    alpha = description["alpha"] * rank / description["rank"]
     folder.mkdir()
     save_file(tensors, folder / "adapter_model.safetensors", {"format": "pt"})
     adapter = {
@@ -53,13 +54,15 @@ def read_tensors(path: Path) -> dict[str, torch.Tensor]:
 
 
 def read_adapter(folder: Path, layout: AdapterLayout) -> torch.Tensor:
-    """One PEFT adapter as a flat vector, [P of one expert]."""
+    """One PEFT adapter, an expert and what it shares with the others, as a flat vector of ``layout``, which has
+    this expert alone."""
     named = read_tensors(folder / "adapter_model.safetensors")
     theta = torch.zeros(layout.size)
+    gates = layout.all_gates(torch.ones(1)).repeat_interleave(layout.rank)  # [rows] what export put into B
     for name, layer in zip(layout.names, layout.views(theta), strict=True):
         try:
             layer["A"].copy_(named[f"base_model.model.{name}.lora_A.weight"])
-            layer["B"].copy_(named[f"base_model.model.{name}.lora_B.weight"].T)
+            layer["B"].copy_(named[f"base_model.model.{name}.lora_B.weight"].T / gates[:, None])
         except (KeyError, RuntimeError) as error:
             raise UserError(f"{folder} does not fit the backbone: {error}.") from None
     return theta

@@ -25,13 +25,14 @@ class Origin:
 
 def model_card(model: FedWeaveModel, origin: Origin) -> str:
     config, layout = origin.config, model.mixture.layout
+    shared = f", each with the shared adapter of rank {layout.shared} in it," if layout.shared else ""
     lines = [
         *_head(config.backbone.model, "peft"),
         "# A FedWeave model",
         "",
-        f"{layout.experts} LoRA experts of rank {layout.rank} on {config.backbone.model}, trained by federated "
-        f"learning (method `{config.method}`, {origin.clients} clients, round {origin.round}), and a router "
-        "that picks an expert for every prompt.",
+        f"{layout.experts} LoRA experts of rank {layout.rank}{shared} on {config.backbone.model}, trained by "
+        f"federated learning (method `{config.method}`, {origin.clients} clients, round {origin.round}), and a "
+        "router that picks an expert for every prompt.",
         "",
         *_data(origin),
         *_results(origin, model.backbone.note),
@@ -44,11 +45,12 @@ def model_card(model: FedWeaveModel, origin: Origin) -> str:
 def soft_card(description: Description, weights: Sequence[float]) -> str:
     model = str(description["backbone"]["model"])
     mixture = ", ".join(f"{w:g} × expert {m}" for m, w in enumerate(weights))
+    rank = description["rank"] * description["experts"] + description.get("shared", 0)
     lines = [
         *_head(model, "peft"),
         "# A fixed mixture of FedWeave experts",
         "",
-        f"One LoRA adapter of rank {description['rank'] * description['experts']} on {model}: {mixture}.",
+        f"One LoRA adapter of rank {rank} on {model}: {mixture}.",
         "It has no router: every prompt gets this mixture.",
         "",
         *_peft(model, "PATH"),
@@ -175,7 +177,7 @@ def _loading(config: Config, model: FedWeaveModel) -> list[str]:
         "All experts in vLLM, chosen by name, or by the router with `fedweave serve PATH --upstream URL` in front:",
         "",
         "```bash",
-        vllm_command(config.backbone.model, layout.experts, layout.rank),
+        vllm_command(config.backbone.model, layout.experts, layout.rank + layout.shared),
         "```",
         "",
     ]

@@ -39,9 +39,7 @@ def write_bundle(target: Path, model: FedWeaveModel, origin: Origin) -> Descript
     with _new_folder(target) as partial:
         for m in range(layout.experts):
             folder = partial / f"expert_{m}"
-            write_adapter(
-                folder, layout.named(model.theta.cpu(), m), description, layout.rank, description["alpha"]
-            )
+            write_adapter(folder, layout.named(model.theta.cpu(), m), description)
             check_adapter(folder, model, _only(m, layout.experts))
         _write_router(partial, model)
         (partial / "README.md").write_text(model_card(model, origin), encoding="utf-8")
@@ -53,26 +51,18 @@ def write_bundle(target: Path, model: FedWeaveModel, origin: Origin) -> Descript
 
 
 def write_soft(target: Path, model: FedWeaveModel, description: Description, weights: Sequence[float]) -> None:
-    """One PEFT adapter of rank M·r: the experts side by side, each B scaled by its weight."""
+    """One PEFT adapter of rank M·r + R: the experts side by side, each B with its weight, and what they share."""
     layout = model.mixture.layout
     gates = mixture_weights(weights, layout.experts)
-    tensors = {}
-    for name, layer in zip(layout.names, layout.views(model.theta.cpu()), strict=True):
-        scaled = layer["B"] * gates.repeat_interleave(layout.rank)[:, None]  # [M·r, out]
-        tensors[f"base_model.model.{name}.lora_A.weight"] = layer["A"].contiguous()
-        tensors[f"base_model.model.{name}.lora_B.weight"] = scaled.T.contiguous()
     with _new_folder(target) as partial:
         partial.rmdir()
-        # PEFT scales by alpha / rank; the rank is M times an expert's, so alpha must be too
-        write_adapter(
-            partial, tensors, description, layout.rank * layout.experts, description["alpha"] * layout.experts
-        )
+        write_adapter(partial, layout.mixed(model.theta.cpu(), gates), description)
         check_adapter(partial, model, gates)
         (partial / "README.md").write_text(soft_card(description, gates.tolist()), encoding="utf-8")
 
 
 def write_merged(target: Path, model: FedWeaveModel, description: Description, expert: int) -> None:
-    """A dense model folder: the backbone with one expert added into its weights."""
+    """A dense model folder: the backbone with one expert, and what it shares, added into its weights."""
     layout, backbone = model.mixture.layout, model.backbone
     if not 0 <= expert < layout.experts:
         raise UserError(f"there is no expert {expert}; the model has experts 0 to {layout.experts - 1}.")
@@ -80,10 +70,11 @@ def write_merged(target: Path, model: FedWeaveModel, description: Description, e
         expected = probe(model, _only(expert, layout.experts))
         scale = model.mixture.scale
         with torch.no_grad():
-            single = layout.with_experts(1).views(layout.unstack(model.theta)[expert])
-            for name, layer in zip(layout.names, single, strict=True):
+            named = layout.named(model.theta, expert)
+            for name in layout.names:
+                a, b = (named[f"base_model.model.{name}.lora_{factor}.weight"] for factor in "AB")
                 weight = backbone.model.get_submodule(name).weight  # [out, in]
-                weight.copy_(weight.float() + scale * layer["B"].T @ layer["A"])
+                weight.copy_(weight.float() + scale * b @ a)
         compare(f"the dense model of expert {expert}", probe(model), expected, backbone.dtype)
         backbone.model.save_pretrained(partial)
         backbone.tokenizer.save_pretrained(partial)
@@ -114,6 +105,7 @@ def describe(model: FedWeaveModel, origin: Origin) -> Description:
         "fingerprint": model.backbone.fingerprint,
         "experts": layout.experts,
         "rank": layout.rank,
+        "shared": layout.shared,
         "alpha": config.experts.alpha,
         "target_modules": list(config.experts.target_modules),
         "router": _shape(model.experts.router) if model.experts.router else None,

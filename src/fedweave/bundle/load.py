@@ -67,9 +67,11 @@ def read_experts(
             f"the bundle {folder} was trained on another backbone, tokenizer or prompt rendering than "
             f"{backbone.name}."
         )
-    layout = AdapterLayout.of(layers, description["rank"], description["experts"])
-    singles = [read_adapter(folder / f"expert_{m}", layout.with_experts(1)) for m in range(layout.experts)]
-    theta = layout.stack(singles).to(backbone.device)
+    shape = description["rank"], description["experts"], description.get("shared", 0)
+    layout, one = AdapterLayout.of(layers, *shape), AdapterLayout.of(layers, shape[0], 1, shape[2])
+    adapters = [read_adapter(folder / f"expert_{m}", one) for m in range(layout.experts)]
+    shared = adapters[0][one.expert_of_column == 1]  # the same in all of them
+    theta = layout.stack([one.unstack(adapter)[0] for adapter in adapters], shared).to(backbone.device)
     if description["router"] is None:
         return RoutedExperts(layout, None, theta, None, description["shares"])
     router = RouterLayout(**description["router"])

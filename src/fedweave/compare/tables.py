@@ -69,7 +69,8 @@ class Results:
             seed = summary["seed"]
             seeds[row].append(seed)
             parameters[row].append(summary["trained_parameters"])
-            if summary["method"] in METHODS and method_class(summary["method"]).uses_labels:
+            kind = method_class(summary["method"]) if summary["method"] in METHODS else None
+            if kind is not None and (kind.uses_labels or kind.gathers):
                 bounds.add(row)
             for column, value in _figures(summary).items():
                 values[row][column][seed] = value

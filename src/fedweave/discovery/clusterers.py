@@ -126,6 +126,8 @@ def discover_buckets(
             best = (k, labels)
     if best is None:
         return Buckets(everything, silhouettes, "the clusterer found no two groups")
+    if silhouettes[best[0]] < config.least_silhouette:
+        return Buckets(everything, silhouettes)
     members = (np.flatnonzero(best[1] == c) for c in np.unique(best[1]))
     # in the order of their first examples: which of several equal restarts wins is a matter of rounding
     return Buckets(sorted(members, key=lambda bucket: bucket[0]), silhouettes)

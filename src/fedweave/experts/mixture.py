@@ -46,15 +46,18 @@ class Mixture:
     @contextmanager
     def active(
         self,
-        weights: Sequence[dict[str, torch.Tensor]],  # per layer A [K, M·r, in], B [K, M·r, out]
+        weights: Sequence[dict[str, torch.Tensor]],  # per layer A [K, M·r + R, in], B [K, M·r + R, out]
         gates: torch.Tensor | None,  # broadcastable to x: [1, T, M] packed, [batch, 1, M] in generation
         lanes: Lanes | None = None,
         dropout: DropoutKeys | None = None,
     ) -> Iterator[None]:
-        """Run the model with these experts; ``gates=None`` means one expert with weight 1."""
+        """Run the model with these experts; ``gates=None`` means one expert with weight 1. What they share is in
+        force whatever the gates."""
         if self.state is not None:
             raise RuntimeError("the mixture is already in use")
-        self.state = State(weights, None if gates is None else gates.float(), lanes, dropout)
+        if gates is None and self.layout.shared:
+            gates = torch.ones(1, 1, device=weights[0]["A"].device)
+        self.state = State(weights, None if gates is None else self.layout.all_gates(gates.float()), lanes, dropout)
         try:
             yield
         finally:
@@ -66,7 +69,7 @@ class State:
     """What a mixture runs with at the moment."""
 
     weights: Sequence[dict[str, torch.Tensor]]
-    gates: torch.Tensor | None
+    gates: torch.Tensor | None  # [..., M], or [..., M + R/r] with a shared part (AdapterLayout.all_gates)
     lanes: Lanes | None
     dropout: DropoutKeys | None
     _spread: tuple[torch.Size, torch.Tensor | None] | None = None

@@ -20,12 +20,13 @@ class Agreement:
     def __init__(self, layout: AdapterLayout):
         generator = torch.Generator().manual_seed(0)
         self.columns = torch.randint(layout.size, (SAMPLE,), generator=generator).unique()  # [s]
-        self.owner = layout.expert_of_column[self.columns]  # [s] the expert of each
+        self.owner = layout.expert_of_column[self.columns]  # [s] the expert of each, M: all
         self.seen: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}  # client -> (values [s], weights [s])
 
     def add(self, update: Update) -> None:
         values = update.delta_theta[self.columns.to(update.delta_theta.device)].float().cpu()
-        weights = update.counts.float().cpu()[self.owner]  # n(i,m) of each column; 0: not uploaded
+        counts = torch.tensor([*update.counts.tolist(), update.samples])  # n(i,m), and |D_i| for what all share
+        weights = counts[self.owner]  # [s]; 0: not uploaded
         self.seen[update.client] = (values * (weights > 0), weights)
 
     def cosines(self) -> dict[int, float | None]:

@@ -5,7 +5,7 @@ The client itself may be anywhere; a ``Member`` is what the server knows of it.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any, Protocol
 
@@ -153,14 +153,6 @@ class Client:
     def restore(self, record: Mapping[str, Any]) -> None:
         self.buckets = [np.array(bucket, dtype=int) for bucket in record["buckets"]]
         self.assignment, self.note = record["assignment"], record["note"]
-
-    def counts(self, experts: int, budget: Sequence[int] | None = None) -> torch.Tensor:
-        """n(i,m): how many examples stand behind each expert, [M]; a bucket without steps does not count."""
-        counts = torch.zeros(experts)
-        for c, (bucket, m) in enumerate(zip(self.buckets, self.assignment, strict=True)):
-            if budget is None or budget[c] > 0:
-                counts[m] += len(bucket)
-        return counts
 
     def example_experts(self) -> torch.Tensor:
         """a(i,c) of every example's bucket, [n]."""

@@ -67,9 +67,12 @@ class Compute:
         label: str,
         transient: bool = False,
         training: TrainingConfig | None = None,
+        pace: float = 1.0,
     ) -> Iterator[LaneResult]:
-        """Train lanes and hand their results out one by one, in order; with ``training`` in place of the run's."""
+        """Train lanes and hand their results out one by one, in order; with ``training`` in place of the run's, and
+        at this share of its rates."""
         trainer = self._trainer_for(layout, router, training or self.config.training)
+        trainer.pace = pace
         fit = trainer.fits.get(len(lanes))
         if fit is None:  # once: what the trainer keeps for the next round is not free then
             fit = trainer.fits[len(lanes)] = lanes_that_fit(

@@ -52,7 +52,7 @@ class Evaluate(Step[Loss]):
 
     def answer(self, compute: Compute, clients: Sequence[Client], question: Message) -> Iterator[Answer]:
         state = received(question, compute.layers, compute.device)
-        shared = self.method.shared(state.layout)
+        shared = self.method.shared(state.layout, question.facts["t"])
         for client in clients:
             held, own = client.held, client.memory.after.get(OWN)
             if held is None or not len(held):

@@ -27,7 +27,7 @@ from fedweave.federation.train import Train, Update
 from fedweave.router.mlp import RouterLayout
 from fedweave.router.routed import RoutedExperts
 from fedweave.training.batch import Lane
-from fedweave.training.schedule import allot_steps, local_schedule
+from fedweave.training.schedule import allot_steps, local_schedule, pace
 
 if TYPE_CHECKING:
     from fedweave.federation.engines.base import Engine
@@ -41,6 +41,7 @@ class Sizes:
     experts: AdapterLayout
     router: RouterLayout
     served: int  # experts that a client has buckets for; a mixed client has them all
+    trains_router: bool = True  # router.training is soft
 
 
 @dataclass(frozen=True)
@@ -68,7 +69,9 @@ class Method(ABC):
 
     summary = ""
     uses_labels = False  # True only for an upper bound that is told the tasks
+    gathers = False  # True only for a reference that has everybody's data in one place
     own_routing = "sparse"  # how the method means its experts to be used at inference
+    trains_router = True  # False: the router of a method with experts stays as it was prepared, and sends nothing
     discovers = False  # whether clients sign their units before round 1, so that experts can be aligned
     units: Units = staticmethod(whole_clients)
 
@@ -101,52 +104,75 @@ class Method(ABC):
             client.buckets, client.note = buckets.members, buckets.note
         return found
 
+    def labels(self, client: Client, state: RoutedExperts) -> torch.Tensor:
+        """[n] the expert that each of client i's examples belongs to."""
+        return client.example_experts()
+
+    def pools(self, client: Client, state: RoutedExperts) -> list[np.ndarray]:
+        """The examples that batches are drawn from: a batch has those of one pool, and pools take turns."""
+        return client.buckets
+
+    def local_steps(self, member: Member) -> int:
+        """E: steps of client i in a round."""
+        return self.config.training.local_steps
+
     def lane(self, client: Client, state: RoutedExperts, t: int) -> Lane:
         """Lines 10 and 11: what client i trains in round t."""
-        training = self.config.training
-        schedule = local_schedule(
-            client.buckets, training.local_steps, training.batch_size, self.config.seed, t, client.index
-        )
+        pools, batch_size = self.pools(client, state), self.config.training.batch_size
+        schedule = local_schedule(pools, self.local_steps(client), batch_size, self.config.seed, t, client.index)
         phi = state.phi[0] if state.phi is not None else None
         return Lane(client.data, schedule, state.theta, phi, (self.config.seed, t, client.index))
 
-    def counts(self, client: Client, experts: int) -> torch.Tensor:
-        """n(i,m), [M]: the examples with which client i speaks for each expert."""
-        return client.counts(experts, allot_steps(client.sizes, self.config.training.local_steps))
+    def counts(self, client: Client, state: RoutedExperts) -> torch.Tensor:
+        """n(i,m), [M]: the examples with which client i speaks for each expert; a pool without steps is silent."""
+        labels, pools = self.labels(client, state), self.pools(client, state)
+        budget = allot_steps([len(pool) for pool in pools], self.local_steps(client))
+        heard = [labels[pool] for pool, steps in zip(pools, budget, strict=True) if steps]
+        return torch.bincount(torch.cat(heard), minlength=state.layout.experts).float()
+
+    def pace(self, t: int) -> float:
+        """Round t's share of the learning rates."""
+        return pace(self.config.training.schedule, t, self.config.training.rounds)
 
     def local_updates(
         self, compute: Compute, state: RoutedExperts, clients: Sequence[Client], t: int
     ) -> Iterator[Update]:
         """Lines 9 to 13: every client trains from the broadcast state; updates come one by one."""
         lanes = [self.lane(client, state, t) for client in clients]
-        results = compute.train(state.layout, state.router, lanes, f"round {t + 1}", transient=True)
+        router = state.router if self.trains_router else None
+        results = compute.train(state.layout, router, lanes, f"round {t + 1}", transient=True, pace=self.pace(t))
         for client, result in zip(clients, results, strict=True):
-            counts = self.counts(client, state.layout.experts)
             yield Update(
                 client.index,
                 result.delta_theta,
-                counts,
+                self.counts(client, state),
                 result.delta_phi,
                 len(client),
                 result.losses,
                 result.tokens,
             )
 
-    def shared(self, layout: AdapterLayout) -> torch.Tensor | None:
-        """The columns of θ that travel, [P] bool; None: all of them. A client keeps the others in its memory."""
+    def shared(self, layout: AdapterLayout, t: int) -> torch.Tensor | None:
+        """The columns of θ that travel in round t, [P] bool; None: all of them. What a client has of its own in the
+        others it keeps in its memory."""
         return None
+
+    def moved(self, layout: AdapterLayout, t: int) -> torch.Tensor | None:
+        """The columns of θ that a participant of round t must be told anew, [P] bool; None: all of them."""
+        return self.shared(layout, t)
 
     # ---------------------------------------------------------------------------------- server side
 
     def aggregate(self, engine: Engine, state: ServerState, updates: Iterable[Update]) -> ServerState:
         """Line 14: experts over matched prototypes, the router over whole clients."""
         experts = ExpertAverage(state.layout, state.theta.device)
-        router = ClientAverage(state.router.size, state.theta.device) if state.router else None
+        learns = state.router is not None and self.trains_router
+        router = ClientAverage(state.router.size, state.theta.device) if learns and state.router else None
         for update in updates:
-            experts.add(update.delta_theta, update.counts)
+            experts.add(update.delta_theta, update.counts, update.samples)
             if router is not None and update.delta_phi is not None:
                 router.add(update.delta_phi, update.samples)
-        phi = state.phi + router.step() if router is not None and state.phi is not None else None
+        phi = state.phi + router.step() if router is not None and state.phi is not None else state.phi
         return replace(state, theta=state.theta + experts.step(), phi=phi)
 
     def served(self, state: ServerState) -> list[RoutedExperts]:

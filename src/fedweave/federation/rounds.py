@@ -52,7 +52,7 @@ def one_round(
     for attempt in range(1 + settings.repeats):
         question = broadcast(state, t)  # line 9
         report = RoundReport(t, participants, Agreement(state.layout), Receipts(recent=state.norms))
-        needed = method.train.broadcast_size(state.layout, state.router)
+        needed = method.train.broadcast_size(state.layout, state.router, t)
         report.bytes_down = question.size if engine.travels else needed
         replies = engine.ask(method.train, participants, question, report.receipts)  # lines 10-13
         moved = method.aggregate(engine, state, report.listen(replies))  # line 14

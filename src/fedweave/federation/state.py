@@ -31,7 +31,10 @@ class ServerState(RoutedExperts):
 
 def broadcast(model: RoutedExperts, t: int) -> Message:
     """Line 9: experts and routers, as every participant of round t receives them."""
-    facts: Facts = {"t": t, "rank": model.layout.rank, "experts": model.layout.experts, "shares": model.shares}
+    layout = model.layout
+    facts: Facts = {
+        "t": t, "rank": layout.rank, "experts": layout.experts, "shared": layout.shared, "shares": model.shares,
+    }  # fmt: skip
     return Message(RoutedExperts.tensors(model), facts | (router_facts(model.router) if model.router else {}))
 
 
@@ -39,7 +42,7 @@ def received(message: Message, layers: Mapping[str, Shaped], device: torch.devic
     """A broadcast as a client uses it."""
     tensors = {name: tensor.to(device) for name, tensor in message.tensors.items()}
     facts = message.facts
-    layout = AdapterLayout.of(layers, facts["rank"], facts["experts"])
+    layout = AdapterLayout.of(layers, facts["rank"], facts["experts"], facts["shared"])
     return RoutedExperts(layout, read_router(facts), tensors["theta"], tensors.get("phi"), list(facts["shares"]))
 
 

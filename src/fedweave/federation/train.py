@@ -1,6 +1,7 @@
 """The question of a round (lines 9 to 13): train the broadcast model on your data, and send what you learned.
 
-A reply holds what the method shares and nothing else: ``expert.m`` where n(i,m) > 0, and ``router``.
+A reply holds what the method shares and nothing else: ``expert.m`` where n(i,m) > 0, ``shared`` where experts share
+a part, and ``router`` where it is trained.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
     from fedweave.federation.method import Method
 
 EXPERTS, ROUTER = "experts", "router"  # the two limits on norms
+SHARED = "shared"  # the part of θ that belongs to all experts
 
 
 def expert_name(m: int) -> str:
@@ -49,7 +51,7 @@ class Train(Step[Update]):
 
     def __init__(self, method: Method):
         self.method, self.config = method, method.config
-        self._columns: tuple[AdapterLayout, torch.device, list[torch.Tensor]] | None = None
+        self._columns: tuple[AdapterLayout, torch.device, int, dict[str, torch.Tensor]] | None = None
 
     def said(self, t: int) -> str:
         return f"round {t + 1}"
@@ -60,16 +62,13 @@ class Train(Step[Update]):
         state, t = received(question, compute.layers, compute.device), question.facts["t"]
         for client in clients:
             client.memory.begin(t)
-        shared = self.method.shared(state.layout)
+        shared = self.method.shared(state.layout, t)
         updates = self.method.local_updates(compute, state, clients, t)
         for client, update in zip(clients, updates, strict=True):
             if shared is not None:
                 self._keep(client, update, shared.to(update.delta_theta.device))
-            parts = {
-                expert_name(m): update.delta_theta[columns]
-                for m, columns in enumerate(self.columns(state.layout, compute.device))
-                if update.counts[m] > 0 and len(columns)
-            }
+            columns = self.columns(state.layout, compute.device, t)
+            parts = {name: update.delta_theta[columns[name]] for name in _sent(columns, update.counts.tolist())}
             if update.delta_phi is not None:
                 parts[ROUTER] = update.delta_phi
             yield Answer(parts, {
@@ -82,15 +81,16 @@ class Train(Step[Update]):
         if (own := client.memory.get(OWN)) is not None:
             client.memory.keep(OWN, own + torch.where(shared, 0.0, update.delta_theta))
 
-    def columns(self, layout: AdapterLayout, device: torch.device) -> list[torch.Tensor]:
-        """For every expert the columns of θ that travel."""
-        if self._columns is None or self._columns[0] is not layout or self._columns[1] != device:
-            shared = self.method.shared(layout)
+    def columns(self, layout: AdapterLayout, device: torch.device, t: int) -> dict[str, torch.Tensor]:
+        """For every part of θ, the experts' and the shared one, its columns that travel in round t."""
+        if self._columns is None or self._columns[0] is not layout or self._columns[1:3] != (device, t):
+            shared = self.method.shared(layout, t)
             owner = layout.expert_of_column
             owner = (owner if shared is None else owner.where(shared.cpu(), -1)).to(device)
-            found = [(owner == m).nonzero()[:, 0] for m in range(layout.experts)]
-            self._columns = (layout, device, found)
-        return self._columns[2]
+            names = [*(expert_name(m) for m in range(layout.experts)), *([SHARED] if layout.shared else [])]
+            found = {name: (owner == m).nonzero()[:, 0] for m, name in enumerate(names)}
+            self._columns = (layout, device, t, found)
+        return self._columns[3]
 
     # ---------------------------------------------------------------------------------- server side
 
@@ -111,23 +111,20 @@ class Train(Step[Update]):
         if max(counts) > samples:
             raise Refused(f"it claims more of its {samples} examples for an expert than it has")
         state = received(asked.question, asked.layers, asked.question.tensors["theta"].device)
-        sizes = [len(columns) for columns in self.columns(state.layout, state.theta.device)]
-        parts = {
-            expert_name(m): Part((size,), rounded=True, limit=EXPERTS)
-            for m, (size, count) in enumerate(zip(sizes, counts, strict=True))
-            if count > 0 and size
-        }
-        if state.router is not None:
+        columns = self.columns(state.layout, state.theta.device, asked.question.facts["t"])
+        parts = {name: Part((len(columns[name]),), rounded=True, limit=EXPERTS) for name in _sent(columns, counts)}
+        if state.router is not None and self.method.trains_router:
             parts[ROUTER] = Part((state.router.size,), rounded=True, limit=ROUTER)
         return parts
 
     def reach(self, asked: Asked, limit: str, size: int) -> tuple[float, str]:
         training = self.config.training
         rate = self.config.router.lr if limit == ROUTER else training.lr
-        reach = adam_reach(training.local_steps, rate, size)
+        steps = self.method.local_steps(asked.member)
+        reach = adam_reach(steps, rate, size)
         if training.weight_decay:
             away = float(asked.question.tensors["theta"].norm()) + reach
-            reach += training.local_steps * rate * training.weight_decay * away
+            reach += steps * rate * training.weight_decay * away
         return reach, "the farthest that the round's steps can lead"
 
     def read(self, asked: Asked, parts: dict[str, torch.Tensor], figures: Facts) -> Update:
@@ -135,8 +132,8 @@ class Train(Step[Update]):
         theta = asked.question.tensors["theta"]
         layout = received(asked.question, asked.layers, theta.device).layout
         delta = torch.zeros(layout.size, device=theta.device)
-        for m, columns in enumerate(self.columns(layout, theta.device)):
-            if (part := parts.get(expert_name(m))) is not None:
+        for name, columns in self.columns(layout, theta.device, asked.question.facts["t"]).items():
+            if (part := parts.get(name)) is not None:
                 delta[columns] = part
         return Update(
             asked.member.index,
@@ -148,7 +145,15 @@ class Train(Step[Update]):
             int(figures["tokens"]),
         )
 
-    def broadcast_size(self, layout: AdapterLayout, router: RouterLayout | None) -> int:
-        """Bytes that a participant needs of the broadcast: the shared columns of all experts, and one router."""
-        shared = sum(len(columns) for columns in self.columns(layout, torch.device("cpu")))
-        return 4 * (shared + (router.size if router else 0))
+    def broadcast_size(self, layout: AdapterLayout, router: RouterLayout | None, t: int) -> int:
+        """Bytes that a participant needs of round t's broadcast: the columns that the server may have moved since
+        the round before, and one router."""
+        moved = self.method.moved(layout, t)
+        columns = layout.size if moved is None else int(moved.sum())
+        return 4 * (columns + (router.size if router else 0))
+
+
+def _sent(columns: dict[str, torch.Tensor], counts: Sequence[float]) -> list[str]:
+    """The parts of θ that a client with these n(i,m) sends: its experts', and always the shared one."""
+    counted = {expert_name(m): count for m, count in enumerate(counts)}
+    return [name for name, own in columns.items() if len(own) and counted.get(name, 1) > 0]

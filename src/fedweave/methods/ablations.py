@@ -7,6 +7,8 @@ from dataclasses import replace
 
 import torch
 
+from fedweave.config import Config
+from fedweave.errors import UserError
 from fedweave.federation.client import Client
 from fedweave.federation.compute import Compute
 from fedweave.federation.method import Payload, Sizes
@@ -21,8 +23,8 @@ from fedweave.training.schedule import allot_steps, local_schedule
 class WithoutPrototypeExpert(FedWeave):
     summary = "ablation: experts averaged over whole clients, like the router (client/client)"
 
-    def counts(self, client: Client, experts: int) -> torch.Tensor:
-        return torch.full((experts,), float(len(client)))
+    def counts(self, client: Client, state: RoutedExperts) -> torch.Tensor:
+        return torch.full((state.layout.experts,), float(len(client)))
 
     @classmethod
     def payload(cls, sizes: Sizes) -> Payload:
@@ -37,6 +39,11 @@ class WithoutClientRouter(FedWeave):
 
     summary = "ablation: router reset for every bucket, endpoints averaged by bucket size (prototype/prototype)"
 
+    def __init__(self, config: Config):
+        super().__init__(config)
+        if not self.trains_router:
+            raise UserError(f"method={config.method} trains its router; set router.training=soft.")
+
     def local_updates(
         self, compute: Compute, state: RoutedExperts, clients: Sequence[Client], t: int
     ) -> Iterator[Update]:
@@ -45,7 +52,9 @@ class WithoutClientRouter(FedWeave):
         jobs = [(k, c) for k, budget in enumerate(budgets) for c, steps in enumerate(budget) if steps]
         lanes = [self._reset_lane(clients[k], c, state, trained[k], t) for k, c in jobs]
         ends: list[list[tuple[int, torch.Tensor]]] = [[] for _ in clients]
-        results = compute.train(state.layout, state.router, lanes, f"router, round {t + 1}", transient=True)
+        results = compute.train(
+            state.layout, state.router, lanes, f"router, round {t + 1}", transient=True, pace=self.pace(t)
+        )
         for (k, c), result in zip(jobs, results, strict=True):
             assert result.delta_phi is not None
             ends[k].append((len(clients[k].buckets[c]), result.delta_phi))

@@ -75,7 +75,7 @@ class FedLEASE(Method):
         experts = ExpertAverage(state.layout, device)
         routers = [ClientAverage(state.router.size, device) for _ in state.shares]
         for update in updates:
-            experts.add(update.delta_theta, update.counts)
+            experts.add(update.delta_theta, update.counts, update.samples)
             assert update.delta_phi is not None
             routers[int(update.counts.argmax())].add(update.delta_phi, update.samples)
         phi = torch.stack([old + average.step() for old, average in zip(state.phi, routers, strict=True)])
@@ -84,4 +84,5 @@ class FedLEASE(Method):
     @classmethod
     def payload(cls, sizes: Sizes) -> Payload:
         """A client trains and sends its cluster's expert and router alone."""
-        return mixture_payload(sizes, up_experts=1, routers=sizes.experts.experts)
+        plain = replace(sizes, experts=sizes.experts.with_experts(sizes.experts.experts))
+        return mixture_payload(plain, up_experts=1, routers=sizes.experts.experts)

@@ -1,12 +1,18 @@
 """FedWeave: buckets within clients are the unit of expert specialisation, whole clients that of the router.
 
-What a client trains and how the server averages are the defaults of :class:`fedweave.federation.method.Method`: the
-paper's asymmetric aggregation, of which FedAvg is the case of one expert.
+How the server averages is the default of :class:`fedweave.federation.method.Method`: the paper's asymmetric
+aggregation, of which FedAvg is the case of one expert. What a client trains is the paper's, too, unless the config
+asks for more (docs/method.md): a part that experts share, labels by the router, one expert an example.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
+
+import numpy as np
+import torch
+import torch.nn.functional as F
 
 from fedweave.alignment.align import align
 from fedweave.config import Config
@@ -25,8 +31,10 @@ from fedweave.methods.preparation import (
     prepare_experts,
 )
 from fedweave.methods.prototypes import Discover, StartExperts
+from fedweave.methods.relabel import Relabel, picked
 from fedweave.methods.warm_start import WarmRouter
 from fedweave.router.routed import RoutedExperts
+from fedweave.training.batch import Lane
 
 
 def clusters(compute: Compute, clients: Sequence[Client]) -> list[Buckets]:
@@ -42,21 +50,48 @@ class FedWeave(Method):
     def __init__(self, config: Config):
         super().__init__(config)
         self.discover = Discover(self)
-        self.start, self.warm = StartExperts(self.discover), WarmRouter(config)
+        self.warm = WarmRouter(config)
+        self.start = StartExperts(self.discover) if config.experts.start == "warmup" else None
+        self.relabel = Relabel(config) if config.experts.labels == "router" else None
+        self.trains_router = config.router.training == "soft"
         self.align: Align = align
 
     def steps(self) -> list[Step]:
-        return [self.discover, self.start, self.warm, *super().steps()]
+        asked: list[Step | None] = [self.discover, self.start, self.warm, self.relabel, *super().steps()]
+        return [step for step in asked if step is not None]
 
     def prepare(self, engine: Engine, start: RoutedExperts | None = None) -> ServerState:
         if start is not None:
             return continue_experts(engine, self.discover, start)
-        return prepare_experts(engine, self.discover, self.start, self.align, self.warm)
+        shared = self.config.experts.shared_rank
+        return prepare_experts(engine, self.discover, self.start, self.align, self.warm, self.relabel, shared)
 
     def admit(self, engine: Engine, state: ServerState, newcomer: Member) -> str:
         return admit_by_signature(engine, self.discover, state, newcomer)
 
+    def labels(self, client: Client, state: RoutedExperts) -> torch.Tensor:
+        """Made anew in every round from what was broadcast, so that no client needs to remember them."""
+        if self.relabel is None or state.router is None or state.phi is None:
+            return super().labels(client, state)
+        return picked(state.router, state.phi[0], client.data.features)
+
+    def pools(self, client: Client, state: RoutedExperts) -> list[np.ndarray]:
+        everything = np.sort(np.concatenate(client.buckets))
+        if self.config.training.batches == "mixed":
+            return [everything]
+        if self.relabel is None:
+            return client.buckets
+        labels = self.labels(client, state).numpy()[everything]
+        return [everything[labels == m] for m in np.unique(labels)]
+
+    def lane(self, client: Client, state: RoutedExperts, t: int) -> Lane:
+        lane = super().lane(client, state, t)
+        if self.trains_router:
+            return lane
+        gates = F.one_hot(self.labels(client, state), state.layout.experts).float()
+        return replace(lane, phi=None, gates=gates)
+
     @classmethod
     def payload(cls, sizes: Sizes) -> Payload:
         """A client sends an expert only where it has buckets for it."""
-        return mixture_payload(sizes, sizes.served)
+        return mixture_payload(sizes, sizes.served, trained_router=sizes.trains_router)

@@ -1,7 +1,7 @@
 """An upper bound, not a method: buckets are the tasks, and the router is handed the label.
 
 Features are one-hot task labels (the workspace swaps them in for a method that ``uses_labels``) and the router is a
-fixed map from label to expert.
+fixed map from label to expert. All else is FedWeave's: the same start, the same shared part, the same batches.
 """
 
 from __future__ import annotations
@@ -15,13 +15,14 @@ from fedweave.config import Config
 from fedweave.discovery.clusterers import Buckets
 from fedweave.errors import UserError
 from fedweave.federation.admission import Receipts
-from fedweave.federation.client import Client
+from fedweave.federation.client import Client, Member
 from fedweave.federation.compute import Compute
 from fedweave.federation.engines.base import Engine
 from fedweave.federation.message import Facts, Message, Refused
-from fedweave.federation.method import Method, Payload, Sizes
+from fedweave.federation.method import Payload, Sizes
 from fedweave.federation.state import ServerState
-from fedweave.federation.steps import Answer, Asked, Figure, Part, Step
+from fedweave.federation.steps import Answer, Asked, Figure, Part
+from fedweave.methods.fedweave import FedWeave
 from fedweave.methods.preparation import (
     discover_units,
     mixture_payload,
@@ -31,7 +32,6 @@ from fedweave.methods.preparation import (
 from fedweave.methods.prototypes import Discover, Prototypes, StartExperts
 from fedweave.router.mlp import RouterLayout
 from fedweave.router.routed import RoutedExperts
-from fedweave.training.batch import Lane
 
 
 def by_label(compute: Compute, clients: Sequence[Client]) -> list[Buckets]:
@@ -68,19 +68,19 @@ class DiscoverLabels(Discover):
         return Labelled(told.sizes, told.signatures, told.note, told.silhouettes, tuple(figures["labels"]))
 
 
-class Oracle(Method):
+class Oracle(FedWeave):
     summary = "upper bound: told every task label, one expert per task"
     uses_labels = True
-    discovers = True
     units = staticmethod(by_label)
 
     def __init__(self, config: Config):
         super().__init__(config)
         self.discover = DiscoverLabels(self)
-        self.start = StartExperts(self.discover)
+        self.start = StartExperts(self.discover) if config.experts.start == "warmup" else None
+        self.relabel, self.trains_router = None, False
 
-    def steps(self) -> list[Step]:
-        return [self.discover, self.start, *super().steps()]
+    def admit(self, engine: Engine, state: ServerState, newcomer: Member) -> str:
+        return ""  # nobody comes later who knows the labels
 
     def prepare(self, engine: Engine, start: RoutedExperts | None = None) -> ServerState:
         if start is not None:
@@ -90,8 +90,11 @@ class Oracle(Method):
         for member, told in zip(engine.members, found, strict=True):
             assert isinstance(told, Labelled)
             member.assignment = list(told.labels)
-        layout = engine.layout(self.config.experts.rank, engine.width)
-        theta = start_experts(engine, self.start, layout, started)
+        experts = self.config.experts
+        layout = engine.layout(experts.rank, engine.width, experts.shared_rank)
+        theta = layout.initial(self.config.seed)
+        if self.start is not None:
+            theta = start_experts(engine, self.start, layout, started)
         router = RouterLayout(layout.experts, layout.experts, layout.experts)
         phi = torch.zeros(router.size, device=engine.device)
         views = router.views(phi)
@@ -104,9 +107,6 @@ class Oracle(Method):
             "preparation_bytes": preparation_bytes(engine.members, (heard, 0), (started, 0)),
         }
         return ServerState(layout, router, theta.to(engine.device), phi[None], report=report)
-
-    def lane(self, client: Client, state: RoutedExperts, t: int) -> Lane:
-        return replace(super().lane(client, state, t), train_router=False)
 
     @classmethod
     def payload(cls, sizes: Sizes) -> Payload:

@@ -15,6 +15,7 @@ import torch
 from fedweave.aggregation.rules import ClientAverage
 from fedweave.alignment.align import Alignment, signature_distance
 from fedweave.alignment.join import expert_distances, expert_means, joining_limit
+from fedweave.config import Config
 from fedweave.errors import UserError
 from fedweave.experts.layout import AdapterLayout
 from fedweave.federation.admission import Receipts
@@ -25,44 +26,61 @@ from fedweave.federation.message import Message
 from fedweave.federation.method import Payload, Sizes
 from fedweave.federation.state import ServerState
 from fedweave.methods.prototypes import Discover, Prototypes, StartExperts, first_adapter
+from fedweave.methods.relabel import Relabel, relabel
 from fedweave.methods.warm_start import WarmRouter, warm_up_router
 from fedweave.router.mlp import RouterLayout
 from fedweave.router.routed import RoutedExperts
 
-Align = Callable[[np.ndarray, int], Alignment]  # (signature distances, most experts) -> M and a(i,c)
+Align = Callable[..., Alignment]  # (signature distances, most experts, options) -> M and a(i,c)
 _SHOWN_PROTOTYPES = 512  # more distances than that are nothing to read, and a large file
 
 
 def prepare_experts(
-    engine: Engine, discover: Discover, start: StartExperts, align: Align, warm: WarmRouter | None
+    engine: Engine,
+    discover: Discover,
+    start: StartExperts | None,
+    align: Align,
+    warm: WarmRouter | None,
+    labels: Relabel | None = None,
+    shared: int = 0,
 ) -> ServerState:
-    """Buckets, signatures, alignment, initial experts and router; without ``warm`` the router starts at random."""
+    """Buckets, signatures, alignment, initial experts and router; without ``start`` experts begin at zero, without
+    ``warm`` the router at random, and without ``labels`` examples keep their buckets' experts."""
     config = discover.config
     heard, started, warmed = Receipts(), Receipts(), Receipts()
     found = discover_units(engine, discover, heard)  # lines 1-4
     blocks = signature_blocks(engine, discover, found)
     distance = signature_distance(blocks)
+    alignment = alignment_options(config, found)
     report: dict[str, Any] = {
         "bucket_silhouettes": {m.name: told.silhouettes for m, told in zip(engine.members, found, strict=True)},
-        **assign(engine.members, align(distance, config.alignment.max_experts)),  # line 5
+        **assign(engine.members, align(distance, config.alignment.max_experts, **alignment)),  # line 5
         "signature_distance": (
             distance.astype(float).round(6).tolist() if len(distance) <= _SHOWN_PROTOTYPES else None
         ),
     }
     # Line 6: an expert starts as the mean of its buckets' warmup adapters; the router starts at random.
-    layout = engine.layout(config.experts.rank, report["experts"])
-    theta = start_experts(engine, start, layout, started)
+    layout = engine.layout(config.experts.rank, report["experts"], shared)
+    theta = start_experts(engine, start, layout, started) if start is not None else layout.initial(config.seed)
     router = RouterLayout(engine.width, config.router.hidden, layout.experts, config.router.features)
     phi = router.initial(config.seed + 1).to(engine.device)
     if warm is not None:
         phi = warm_up_router(engine, warm, router, phi, warmed)
+    if labels is not None:
+        router, phi, told = relabel(engine, labels, router, phi, warmed)
+        own = [m for m in range(layout.experts) if m not in told["dropped_experts"]]
+        narrow = engine.layout(layout.rank, router.experts, shared)
+        experts = layout.unstack(theta)
+        theta = narrow.stack([experts[m] for m in own], theta[layout.expert_of_column == layout.experts])
+        layout, assigned = narrow, [m for member in engine.members for m in member.assignment]
+        report |= told | {"experts": layout.experts, "prototype_labels": assigned}
     down = 4 * router.size * config.router.warm_start.rounds
     report["preparation_bytes"] = preparation_bytes(engine.members, (heard, 0), (started, 0), (warmed, down))
     means = None
     if engine.grows:
-        asked, labels = config.federation.join_distance, report["prototype_labels"]
-        report["join_distance"] = joining_limit(distance, labels) if asked == "auto" else asked
-        means = torch.from_numpy(expert_means(blocks, labels, layout.experts))  # [M, D]
+        asked, owners = config.federation.join_distance, report["prototype_labels"]
+        report["join_distance"] = joining_limit(distance, owners) if asked == "auto" else asked
+        means = torch.from_numpy(expert_means(blocks, owners, layout.experts))  # [M, D]
     return ServerState(layout, router, theta.to(engine.device), phi[None], signatures=means, report=report)
 
 
@@ -121,6 +139,16 @@ def signature_blocks(engine: Engine, step: Discover, found: Sequence[Prototypes]
     return signer.blocks([signature for told in found for signature in told.signatures])
 
 
+def alignment_options(config: Config, found: Sequence[Prototypes]) -> dict[str, Any]:
+    """What alignment is told beside the distances."""
+    settings = config.alignment
+    sizes = np.array([size for told in found for size in told.sizes])
+    return {
+        "method": settings.linkage, "least": settings.least_silhouette, "sizes": sizes,
+        "min_share": settings.min_share,
+    }  # fmt: skip
+
+
 def assign(members: Sequence[Member], alignment: Alignment) -> dict[str, Any]:
     """a(i,c) to every client, and what discovery.json says of it."""
     labels = iter(alignment.labels.tolist())
@@ -138,12 +166,13 @@ def assign(members: Sequence[Member], alignment: Alignment) -> dict[str, Any]:
 def start_experts(engine: Engine, step: StartExperts, layout: AdapterLayout, receipts: Receipts) -> torch.Tensor:
     """θ⁰ [P]: means of warmup adapters as a stream; an expert without any starts where all of them did."""
     single = layout.with_experts(1)
+    seed = step.config.seed
     means = [ClientAverage(single.size, torch.device("cpu")) for _ in range(layout.experts)]
     for _, start in engine.ask(step, engine.members, Message(), receipts):
         for m, adapter, buckets in start:
             means[m].add(adapter, buckets)
-    first = first_adapter(single, step.config.seed)
-    return layout.stack([mean.step() if mean.weight else first for mean in means])
+    first = first_adapter(single, seed)
+    return layout.stack([mean.step() if mean.weight else first for mean in means], layout.initial_shared(seed))
 
 
 def preparation_bytes(members: Sequence[Member], *asked: tuple[Receipts, int]) -> dict[str, dict[str, int]]:
@@ -160,11 +189,13 @@ def preparation_bytes(members: Sequence[Member], *asked: tuple[Receipts, int]) -
 def mixture_payload(sizes: Sizes, up_experts: int, routers: int = 1, trained_router: bool = True) -> Payload:
     """The costs of a method with several experts, of which a client sends so many."""
     router, experts = sizes.router.size if trained_router else 0, sizes.experts
+    one = experts.with_experts(1).size
+    shared = experts.size - experts.experts * one
     return Payload(
         rank=experts.rank,
         experts=experts.experts,
         routers=routers,
         trainable=experts.size + routers * router,
-        up=up_experts * (experts.size // experts.experts) + router,
+        up=up_experts * one + shared + router,
         down=experts.size + router,
     )

@@ -1,7 +1,8 @@
 """Single-adapter baselines: one LoRA for everyone, of the rank that four experts have together.
 
-FedIT averages all of it. FFA-LoRA freezes A at its random start and trains B alone. FedSA-LoRA averages A and
-leaves each client its own B. Local-only shares nothing.
+FedIT averages all of it. FFA-LoRA freezes A at its random start and trains B alone. RoLoRA trains B and A in turns.
+FedSVD is FFA-LoRA with an A that follows what was learned. FedSA-LoRA averages A and leaves each client its own B.
+Local-only shares nothing, centralised everything.
 """
 
 from __future__ import annotations
@@ -73,13 +74,86 @@ class FFALoRA(SingleAdapter):
     def lane(self, client: Client, state: RoutedExperts, t: int) -> Lane:
         return replace(super().lane(client, state, t), trainable=state.layout.is_b)
 
-    def shared(self, layout: AdapterLayout) -> torch.Tensor:
+    def shared(self, layout: AdapterLayout, t: int) -> torch.Tensor:
         return layout.is_b
 
     @classmethod
     def payload(cls, sizes: Sizes) -> Payload:
         b = sizes.single.signature_size
         return single_payload(sizes.single, b, b)
+
+
+class RoLoRA(SingleAdapter):
+    """While one factor rests the mean of products is the product of means, which FedIT's averaging misses. B comes
+    first, because A has no gradient while B is zero."""
+
+    summary = "baseline: B trained and averaged in one round, A in the next, and so on"
+
+    def shared(self, layout: AdapterLayout, t: int) -> torch.Tensor:
+        return layout.is_b if t % 2 == 0 else ~layout.is_b
+
+    def moved(self, layout: AdapterLayout, t: int) -> torch.Tensor | None:
+        return self.shared(layout, t - 1)
+
+    def lane(self, client: Client, state: RoutedExperts, t: int) -> Lane:
+        return replace(super().lane(client, state, t), trainable=self.shared(state.layout, t))
+
+    @classmethod
+    def payload(cls, sizes: Sizes) -> Payload:
+        b = sizes.single.signature_size
+        half = max(b, sizes.single.size - b)
+        return single_payload(sizes.single, sizes.single.size, half)
+
+
+class FedSVD(FFALoRA):
+    """After every round the product of B and A is factored anew by its singular vectors: the same model, with an A
+    whose rows are orthonormal and span what has been learned. Only B goes up; A comes down again."""
+
+    summary = "baseline: B trained and averaged, A taken from the SVD of the averaged product"
+
+    def prepare(self, engine: Engine, start: RoutedExperts | None = None) -> ServerState:
+        state = super().prepare(engine, start)
+        return replace(state, theta=refactored(state.layout, state.theta))
+
+    def aggregate(self, engine: Engine, state: ServerState, updates: Iterable[Update]) -> ServerState:
+        state = super().aggregate(engine, state, updates)
+        return replace(state, theta=refactored(state.layout, state.theta))
+
+    def moved(self, layout: AdapterLayout, t: int) -> torch.Tensor | None:
+        return None
+
+    @classmethod
+    def payload(cls, sizes: Sizes) -> Payload:
+        return replace(super().payload(sizes), down=sizes.single.size)
+
+
+def refactored(layout: AdapterLayout, theta: torch.Tensor) -> torch.Tensor:
+    """θ [P] of one adapter with the same products, A = Vᵀ and B = UΣ of each. The SVD is that of a small core
+    between two orthonormal bases, never of the dense product; where B has no direction, A keeps its own."""
+    new = torch.zeros_like(theta)
+    for old, layer in zip(layout.views(theta), layout.views(new), strict=True):
+        basis_a, small_a = torch.linalg.qr(old["A"].T.double())  # [in, r], [r, r]
+        basis_b, small_b = torch.linalg.qr(old["B"].T.double())  # [out, r], [r, r]
+        u, sigma, vh = torch.linalg.svd(small_b @ small_a.T)  # the product is basis_b (u Σ vh) basis_aᵀ
+        count, rows = len(sigma), len(vh)
+        layer["A"][:rows] = (vh @ basis_a.T).to(theta)
+        layer["B"][:count] = (basis_b @ u[:, :count] * sigma).T.to(theta)
+    return new
+
+
+class Centralised(SingleAdapter):
+    """What federation costs: FedIT with one client that has everybody's data and takes everybody's steps."""
+
+    summary = "reference: everybody's data in one place, one adapter, as many steps as all clients together"
+    gathers = True
+
+    def local_steps(self, member: Member) -> int:
+        assert isinstance(member, Client)  # it runs in simulations only
+        return self.config.training.local_steps * member.data.gathered
+
+    @classmethod
+    def payload(cls, sizes: Sizes) -> Payload:
+        return single_payload(sizes.single, sizes.single.size, 0)
 
 
 class _OwnParameters(SingleAdapter):
@@ -110,7 +184,7 @@ class FedSALoRA(_OwnParameters):
         own = torch.where(state.layout.is_b.to(state.theta.device), self.own(client, state), state.theta)
         return replace(super().lane(client, state, t), theta=own)
 
-    def shared(self, layout: AdapterLayout) -> torch.Tensor:
+    def shared(self, layout: AdapterLayout, t: int) -> torch.Tensor:
         return ~layout.is_b
 
     def aggregate(self, engine: Engine, state: ServerState, updates: Iterable[Update]) -> ServerState:
@@ -138,7 +212,7 @@ class LocalOnly(_OwnParameters):
     def lane(self, client: Client, state: RoutedExperts, t: int) -> Lane:
         return replace(super().lane(client, state, t), theta=self.own(client, state))
 
-    def shared(self, layout: AdapterLayout) -> torch.Tensor:
+    def shared(self, layout: AdapterLayout, t: int) -> torch.Tensor:
         return torch.zeros(layout.size, dtype=torch.bool)
 
     def aggregate(self, engine: Engine, state: ServerState, updates: Iterable[Update]) -> ServerState:

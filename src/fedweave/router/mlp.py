@@ -6,7 +6,8 @@ Like the experts it is a flat vector, so that K clients' routers are one [K, Q] 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
 import torch
 import torch.nn.functional as F
@@ -52,6 +53,14 @@ class RouterLayout:
             for part in ("weight", "bias"):
                 views[f"{layer}.{part}"].uniform_(-bound, bound, generator=generator)
         return phi
+
+    def narrowed(self, phi: torch.Tensor, kept: Sequence[int]) -> tuple[RouterLayout, torch.Tensor]:
+        """The same router without the outputs of all other experts: what they had goes to the rest. phi [Q]."""
+        narrow = replace(self, experts=len(kept))
+        parts = {
+            name: view[list(kept)] if name.startswith("linear2") else view for name, view in self.views(phi).items()
+        }
+        return narrow, torch.cat([part.flatten() for part in parts.values()])
 
     def inputs(self, features: torch.Tensor) -> torch.Tensor:
         """Bring features to the scale that this router reads."""

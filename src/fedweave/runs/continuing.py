@@ -23,6 +23,7 @@ def initial_state(config: Config, backbone: Backbone) -> RoutedExperts | None:
     wanted = {
         "method": (config.method, description["method"]),
         rank: (experts.single_rank if description["router"] is None else experts.rank, description["rank"]),
+        "experts.shared_rank": (experts.shared_rank if description["router"] else 0, description.get("shared", 0)),
         "experts.alpha": (experts.alpha, description["alpha"]),
         "experts.target_modules": (sorted(experts.target_modules), sorted(description["target_modules"])),
     }

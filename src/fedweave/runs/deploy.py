@@ -23,8 +23,10 @@ def start(config: Config, output: Path, runtime: Runtime, console: Console) -> S
 
     if config.federation.sites < 1:
         raise UserError("say how many sites must be there before alignment, as in federation.sites=3.")
-    if build_method(config).uses_labels:
-        raise UserError(f"method={config.method} is told every task label: it runs in simulations only.")
+    method = build_method(config)
+    if method.uses_labels or method.gathers:
+        what = "is told every task label" if method.uses_labels else "has everybody's data"
+        raise UserError(f"method={config.method} {what}: it runs in simulations only.")
     if output.exists():
         raise UserError(
             f"the run folder {output} exists; continue it with `fedweave federate --resume {output}` or choose "

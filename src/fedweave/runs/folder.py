@@ -141,6 +141,7 @@ class RunFolder:
             "seconds": progress.seconds,
             "rank": state.layout.rank,
             "experts": state.layout.experts,
+            "shared": state.layout.shared,
             "router": asdict(state.router) if state.router else None,
             "shares": state.shares,
             "norms": state.norms,
@@ -206,7 +207,7 @@ class Snapshot:
         on_device = {name: t.to(device) for name, t in parts.items() if t is not None}
         meta = self.meta
         return ServerState(
-            layout=AdapterLayout.of(layers, meta["rank"], meta["experts"]),
+            layout=AdapterLayout.of(layers, meta["rank"], meta["experts"], meta.get("shared", 0)),
             router=RouterLayout(**meta["router"]) if meta["router"] else None,
             theta=on_device["theta"],
             phi=on_device.get("phi"),

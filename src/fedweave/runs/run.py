@@ -74,8 +74,7 @@ def stand_by(path: Path, overrides: list[str], kept: Kept | None) -> None:
     run, config = RunFolder.open(path, overrides)
     workspace = prepare(config, console, kept).build(console)
     method = build_method(config)
-    if method.uses_labels:
-        workspace.reveal_labels()
+    workspace.disclose(method)
     snapshot = run.newest(console)
     if snapshot is not None:
         workspace.engine.restore(snapshot.meta["clients"], snapshot.tensors)
@@ -168,9 +167,12 @@ def _execute(run: RunFolder, prepared: Prepared, console: Console) -> Summary:
     device = workspace.backbone.device
     if device.type == "cuda":  # the peak is to be this run's, not an earlier one's in the process
         torch.cuda.reset_peak_memory_stats(device)
-    if build_method(workspace.config).uses_labels:
+    method = build_method(workspace.config)
+    if method.uses_labels:
         console.warn(f"{workspace.config.method} is told every task label: an upper bound, not a method.")
-        workspace.reveal_labels()
+    if method.gathers:
+        console.warn(f"{workspace.config.method} has everybody's data in one place: a reference, not a method.")
+    workspace.disclose(method)
     return carry_out(run, LocalRun(workspace), console, started)
 
 

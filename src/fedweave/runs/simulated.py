@@ -29,9 +29,11 @@ def simulate(run: RunFolder, prepared: Prepared, console: Console) -> Summary:
     from fedweave.runs.client_app import app as client_app
     from fedweave.runs.federated import federate_over
 
+    method = build_method(prepared.config)
+    if method.gathers:
+        raise UserError(f"method={prepared.config.method} has no clients to reach; use engine=in-process.")
     workspace = prepared.build(console)
-    if build_method(workspace.config).uses_labels:
-        workspace.reveal_labels()
+    workspace.disclose(method)
     nodes = len(prepared.data.clients)
     outcome: list[Summary | Exception] = []
     server_app = ServerApp()

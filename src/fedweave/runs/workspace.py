@@ -19,6 +19,7 @@ from fedweave.errors import UserError
 from fedweave.federation.client import Client
 from fedweave.federation.engines.distributed import ShardedEngine, world
 from fedweave.federation.engines.in_process import InProcessEngine
+from fedweave.federation.method import Method
 from fedweave.training.batch import ClientData
 
 
@@ -53,8 +54,22 @@ class Workspace:
     def notes(self) -> list[str]:
         return self.data.notes
 
+    def disclose(self, method: Method) -> None:
+        """What an upper bound or a reference is given and a method never is: labels, or all data in one place."""
+        if method.uses_labels:
+            self.reveal_labels()
+        if method.gathers:
+            self.gather()
+
+    def gather(self) -> None:
+        """One client with everybody's data."""
+        parts = [client.data for client in self.engine.members]
+        examples, features = [e for part in parts for e in part.examples], torch.cat([p.features for p in parts])
+        self.engine.members = [Client(0, ClientData("everybody", examples, features, gathered=len(parts)))]
+        self.client_labels = [[label for labels in self.client_labels for label in labels]]
+
     def reveal_labels(self) -> None:
-        """Swap every feature for its task label, one-hot. For upper bounds only; a method never sees this."""
+        """Swap every feature for its task label, one-hot."""
         names = list(self.tasks)
 
         def one_hot(labels: list[str]) -> torch.Tensor:

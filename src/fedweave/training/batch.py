@@ -29,6 +29,7 @@ class ClientData:
     name: str
     examples: list[Encoded]
     features: torch.Tensor  # [n, d]
+    gathered: int = 1  # of so many clients, where one place has everybody's
 
     def __len__(self) -> int:
         return len(self.examples)
@@ -41,10 +42,11 @@ class Lane:
     data: ClientData
     schedule: list[np.ndarray]  # example indices of every step
     theta: torch.Tensor  # [P] where it starts
-    phi: torch.Tensor | None  # [Q] the router it starts with; None: one expert with weight 1
+    phi: torch.Tensor | None  # [Q] the router it starts with; None: gates are given, or one expert has weight 1
     key: tuple[int | str, ...]  # names this job for dropout
     trainable: torch.Tensor | None = None  # [P] bool; None trains all columns
     train_router: bool = True
+    gates: torch.Tensor | None = None  # [n, M] of every example, where no router makes them
 
     def examples(self, step: int) -> list[Encoded]:
         """What it reads in a step; nothing once its schedule has ended."""
@@ -102,7 +104,7 @@ class StepBatch:
     lane: torch.Tensor  # [n] whose it is
     weight: torch.Tensor  # [n] 1 / number of answer tokens of that lane; 0 for filling
     slot: torch.Tensor  # [S] row of each sequence in the padded [K·s] router batch
-    features: torch.Tensor  # [K, s, d]
+    features: torch.Tensor  # [K, s, d] what routers read, or [K, s, M] the gates themselves where they are given
     dropout: DropoutKeys | None
 
     def tensors(self) -> list[torch.Tensor]:
@@ -137,10 +139,11 @@ def build_batch(
     per_lane = np.bincount(lane_of_answer, minlength=len(lanes))
     ids = np.concatenate([e.ids for e in rows])
     most = capacity.sequences if capacity else max(len(lane) for lane in chosen)
-    features = torch.zeros(len(lanes), most, lanes[0].data.features.shape[1])
-    for row, lane in zip(features, lanes, strict=True):
+    read = [lane.data.features if lane.gates is None else lane.gates for lane in lanes]
+    features = torch.zeros(len(lanes), most, read[0].shape[1])
+    for row, lane, values in zip(features, lanes, read, strict=True):
         indices = lane.indices(step)
-        row[: len(indices)] = lane.data.features[indices]
+        row[: len(indices)] = values[indices]
     lane_lengths = [int(sum(len(e.ids) for e in lane)) for lane in chosen]
     target, weight, slot = ids[source + 1], 1.0 / per_lane[lane_of_answer], owner * most + place
     if capacity:

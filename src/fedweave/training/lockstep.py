@@ -103,8 +103,8 @@ def _tensors(layers: list[dict[str, torch.Tensor]]) -> list[torch.Tensor]:
 class LaneGroup:
     """Parameters and optimiser state of K lanes, kept in place so that a captured step can be replayed."""
 
-    def __init__(self, trainer: LockstepTrainer, lanes: int, masked: bool, recorded: bool = False):
-        self.trainer, self.size = trainer, lanes
+    def __init__(self, trainer: LockstepTrainer, lanes: int, masked: bool, gated: bool, recorded: bool = False):
+        self.trainer, self.size, self.gated = trainer, lanes, gated
         device, config = trainer.backbone.device, trainer.config
         layout, router = trainer.mixture.layout, trainer.router
         mask = torch.zeros(lanes, layout.size, dtype=torch.bool, device=device) if masked else None
@@ -118,8 +118,20 @@ class LaneGroup:
             self.parts.append(self.routers)
             groups.append({"params": [self.routers.master], "lr": trainer.router_rate})
         on_gpu = device.type == "cuda"
+        if on_gpu and config.schedule != "constant":  # a recorded step reads the rate of its round from here
+            for group in groups:
+                group["lr"] = torch.tensor(group["lr"], device=device)
         self.optimiser = torch.optim.AdamW(groups, weight_decay=0.0, fused=on_gpu, capturable=on_gpu, foreach=False)
         self.graphs = GraphedSteps(self.step) if recorded else None
+
+    def set_pace(self, pace: float) -> None:
+        """All rates at this share of theirs."""
+        rates = [self.trainer.config.lr, self.trainer.router_rate][: len(self.parts)]
+        for group, rate in zip(self.optimiser.param_groups, rates, strict=True):
+            if isinstance(group["lr"], torch.Tensor):
+                group["lr"].fill_(rate * pace)
+            else:
+                group["lr"] = rate * pace
 
     def load(self, lanes: Sequence[Lane]) -> None:
         """Start afresh: every lane's own parameters, and an optimiser without memory."""
@@ -139,7 +151,7 @@ class LaneGroup:
 
     def step(self, batch: StepBatch) -> torch.Tensor:
         """One optimiser step of every lane; returns their losses, [K]."""
-        losses = self.trainer.lane_losses(batch, self.experts, self.routers, self.size)
+        losses = self.trainer.lane_losses(batch, self.experts, self.routers, self.size, self.gated)
         with warnings.catch_warnings():  # rows of a matrix are no dense tensors, and need not be
             warnings.filterwarnings("ignore", message="grad and param do not obey the gradient layout")
             losses.sum().backward()
@@ -168,7 +180,9 @@ class LockstepTrainer:
     ):
         self.backbone, self.mixture, self.router = backbone, mixture, router
         self.config, self.dropout, self.router_rate = config, dropout, router_rate
-        self._groups: dict[tuple[int, bool], LaneGroup] = {}  # by size and whether columns are masked
+        # by size, whether columns are masked, and whether gates are given
+        self._groups: dict[tuple[int, bool, bool], LaneGroup] = {}
+        self.pace = 1.0  # share of the learning rates
         self._most: int | None = None  # lanes that went into memory, where not all did
         self.fits: dict[int, Fit] = {}  # how many of so many lanes march together
         self.warn: Callable[[str], None] = lambda sentence: None
@@ -196,6 +210,7 @@ class LockstepTrainer:
         group, device = self._group_for(lanes), self.backbone.device
         capacities = group.graphs.prepare(lanes, self.dropout, device) if group.graphs else None
         group.load(lanes)
+        group.set_pace(self.pace)
         losses: list[torch.Tensor] = []
         deltas: dict[int, tuple[torch.Tensor, torch.Tensor | None]] = {}
         steps = [len(lane.schedule) for lane in lanes]
@@ -212,7 +227,7 @@ class LockstepTrainer:
     def _group_for(self, lanes: Sequence[Lane]) -> LaneGroup:
         """A group of this kind, kept with what it has recorded. Two kinds can take turns: full groups and the rest,
         or a method's two ways of training; a third drives both out."""
-        kind = (len(lanes), lanes[0].trainable is not None)
+        kind = (len(lanes), lanes[0].trainable is not None, lanes[0].gates is not None)
         if kind not in self._groups:
             if len(self._groups) == 2:
                 self.release()
@@ -241,13 +256,14 @@ class LockstepTrainer:
             torch.cuda.empty_cache()
 
     def lane_losses(
-        self, batch: StepBatch, experts: Trainable, routers: Trainable | None, lanes: int
+        self, batch: StepBatch, experts: Trainable, routers: Trainable | None, lanes: int, gated: bool = False
     ) -> torch.Tensor:
-        """Mean answer-token loss of every lane, [K]."""
+        """Mean answer-token loss of every lane, [K]; ``gated`` says that the batch brings its gates."""
         packed = batch.packed
-        gates = None
+        gates, weights = None, batch.features if gated else None  # [K, s, M]
         if routers is not None and self.router is not None:
             weights = self.router.logits(routers.leaves[0], batch.features).softmax(-1)  # [K, s, M]
+        if weights is not None:
             per_sequence = weights.flatten(0, 1).index_select(0, batch.slot)  # [S, M]
             gates = spread(per_sequence, packed.sequence, packed.boundaries)[None]  # [1, T, M]
         with self.mixture.active(experts.leaves, gates, packed.lanes, batch.dropout):

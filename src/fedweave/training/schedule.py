@@ -1,4 +1,4 @@
-"""A client's local schedule: how many steps each bucket gets, in which order, on which examples."""
+"""A client's local schedule: how many steps each bucket gets, in which order, on which examples, at which rate."""
 
 from __future__ import annotations
 
@@ -7,6 +7,11 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 
 from fedweave.streams import stream_key
+
+
+def pace(schedule: str, t: int, rounds: int) -> float:
+    """Round t's share of the learning rates; ``late`` is constant for half of the rounds, then falls to 0."""
+    return 1.0 if schedule == "constant" else min(1.0, 2 * (1 - t / rounds))
 
 
 def allot_steps(sizes: Sequence[int], steps: int) -> list[int]:

@@ -8,6 +8,7 @@ from fedweave.methods import METHODS
 from fedweave.settings import to_tree
 from tests.federation.flower.conftest import Federation
 from tests.federations import make_engine, run, with_method
+from tests.methods.test_weave import weave
 
 pytestmark = pytest.mark.usefixtures("smooth_optimiser")
 
@@ -19,7 +20,11 @@ def changed(config, method="fedweave", **training):
     return from_tree(tree)
 
 
-@pytest.mark.parametrize("method", [m for m in METHODS if m not in ("oracle", "local-only", "fedsa-lora")])
+# told labels, all data in one place, parts that stay at home; and singular vectors, which the last bit may turn
+ELSEWHERE = ("oracle", "centralised", "local-only", "fedsa-lora", "fedsvd")
+
+
+@pytest.mark.parametrize("method", [m for m in METHODS if m not in ELSEWHERE])
 def test_flower_gives_the_experts_and_router_of_the_in_process_run(method, config, backbone, models):
     config = changed(config, method)
     _, expected = run(config, make_engine(config, backbone))
@@ -29,6 +34,17 @@ def test_flower_gives_the_experts_and_router_of_the_in_process_run(method, confi
     assert (final.theta - expected.theta).abs().max() <= 1e-5
     if expected.phi is not None:
         assert (final.phi - expected.phi).abs().max() <= 1e-5
+
+
+def test_flower_gives_the_model_of_the_weave_recipe_too(config, backbone, models):
+    """A shared part, labels by the router, and a router that is not trained."""
+    config = changed(weave(config))
+    _, expected = run(config, make_engine(config, backbone))
+    federation = Federation(config, models)
+    _, final, reports = federation.run()
+    assert all(len(report.receipts.accepted) == 3 for report in reports) and "warning" not in federation.said
+    assert final.layout == expected.layout and final.layout.shared
+    assert (final.theta - expected.theta).abs().max() <= 1e-5 and (final.phi - expected.phi).abs().max() <= 1e-5
 
 
 @pytest.mark.parametrize("method", ["fedsa-lora", "local-only"])

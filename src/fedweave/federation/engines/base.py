@@ -31,8 +31,8 @@ class Engine(ABC):
     grows = False  # whether clients may come after alignment
     travels = True  # whether messages leave the process
 
-    def layout(self, rank: int, experts: int) -> AdapterLayout:
-        return AdapterLayout.of(self.layers, rank, experts)
+    def layout(self, rank: int, experts: int, shared: int = 0) -> AdapterLayout:
+        return AdapterLayout.of(self.layers, rank, experts, shared)
 
     # ---------------------------------------------------------------------------------- asking
 

@@ -1,0 +1,142 @@
+"""The settings of the method itself: experts, router, discovery, alignment and training."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+from fedweave.settings import setting
+
+
+@dataclass(frozen=True)
+class ExpertsConfig:
+    """The LoRA experts."""
+
+    rank: int = setting(8, "Rank of one expert.", low=1)
+    single_rank: int = setting(32, "Rank of single-adapter methods: what four experts have together.", low=1)
+    alpha: float = setting(16.0, "LoRA scale is alpha / rank.", low=1e-6)
+    dropout: float = setting(0.05, "Dropout on the input of A.", low=0.0, high=0.9)
+    shared_rank: int = setting(
+        0,
+        "Rank of a part that every prompt uses beside its expert and every client trains, a multiple of rank; "
+        "0: experts share nothing. FedWeave, its ablations and the oracle have one.",
+        low=0,
+    )
+    start: Literal["warmup", "zero"] = setting(
+        "warmup", "What experts start from: the mean of their buckets' warmup adapters (the paper), or B = 0."
+    )
+    labels: Literal["buckets", "router"] = setting(
+        "buckets",
+        "Which expert a training example belongs to: its bucket's, or the one that the router picks for it after "
+        "its warm start, as it would at inference.",
+    )
+    min_share: float = setting(
+        0.02, "labels=router: an expert with a smaller share of all examples is dropped.", low=0.0, high=0.5
+    )
+    target_modules: tuple[str, ...] = setting(
+        ("q_proj", "v_proj"), "Linear layers that carry experts, by the end of their names.", low=1
+    )
+
+
+@dataclass(frozen=True)
+class WarmStartConfig:
+    """Router warm start: learn the alignment's own labels a(i,c) from cached features before round 0."""
+
+    enabled: bool = setting(True, "Switch it on; the paper's method has none.")
+    rounds: int = setting(10, "How often the server averages during the warm start.", low=1)
+    steps: int = setting(20, "Steps of each client between two averages.", low=1)
+    lr: float = setting(1e-3, "AdamW rate of the warm start.", low=0.0)
+    batch_size: int = setting(64, "Features in a step.", low=1)
+    contrast: Literal["auto", "own", "all"] = setting(
+        "auto",
+        "Experts that a client's router learns to tell apart: its own, which takes clients with several, or all. "
+        "auto is own where that links all experts, and all otherwise.",
+    )
+
+
+@dataclass(frozen=True)
+class RouterConfig:
+    """The router: Linear(d, hidden), GELU, Linear(hidden, M), softmax."""
+
+    hidden: int = setting(512, "Width of the hidden layer.", low=1)
+    lr: float = setting(5e-5, "AdamW rate of the router.", low=0.0)
+    features: Literal["raw", "unit"] = setting(
+        "raw", "Input scale: raw is the pooled state itself, unit brings each to root-mean-square 1."
+    )
+    training: Literal["soft", "chosen"] = setting(
+        "soft",
+        "soft: an example passes all experts, weighted by the router, which learns (the paper); chosen: only its "
+        "own expert, and the router stays as its warm start left it and sends nothing.",
+    )
+    warm_start: WarmStartConfig = field(default_factory=WarmStartConfig)
+
+
+@dataclass(frozen=True)
+class DiscoveryConfig:
+    """Step 1: buckets and their signatures."""
+
+    clusterer: Literal["kmeans", "agglomerative", "spectral"] = setting("kmeans", "Local clusterer.")
+    features: Literal["standard", "unit"] = setting(
+        "standard",
+        "What is clustered: unit-length features (the paper), or features whose channels the client first "
+        "brings to mean 0 and deviation 1, since a few huge channels otherwise decide every distance.",
+    )
+    max_buckets: int = setting(8, "Candidates are 2 … min(max_buckets, n - 1).", low=1)
+    least_silhouette: float = setting(
+        -1.0, "One bucket where no candidate's silhouette is above it; -1: never.", low=-1.0, high=1.0
+    )
+    restarts: int = setting(10, "Restarts of k-means.", low=1)
+    warmup_steps: int = setting(10, "Optimiser steps of a bucket's warmup adapter.", low=1)
+    warmup_batch: int = setting(8, "Batch size of the warmup.", low=1)
+    warmup_lr: float | Literal["auto"] = setting(
+        "auto", "AdamW rate of the warmup; auto is training.lr, as in the paper.", low=0.0
+    )
+    sketch: int = setting(
+        0,
+        "Numbers per LoRA-B block that a signature is projected to, so that it is kilobytes and not megabytes; 64 "
+        "is plenty, 0 sends the blocks whole.",
+        low=0,
+    )
+
+
+@dataclass(frozen=True)
+class AlignmentConfig:
+    """Step 2: buckets to experts."""
+
+    max_experts: int = setting(8, "Candidates for M are 2 … min(max_experts, P - 1).", low=1)
+    linkage: Literal["average", "ward"] = setting(
+        "average", "What is merged next: the clusters nearest on average, or those whose spread grows least."
+    )
+    least_silhouette: float = setting(
+        -1.0, "One expert for all where no candidate's silhouette is above it; -1: never.", low=-1.0, high=1.0
+    )
+    min_share: float = setting(
+        0.0, "A candidate with an expert of a smaller share of all examples is left out.", low=0.0, high=0.5
+    )
+
+
+@dataclass(frozen=True)
+class TrainingConfig:
+    """Step 3: rounds of local training."""
+
+    rounds: int = setting(20, "Communication rounds T.", low=0)
+    local_steps: int = setting(10, "Steps E of each client and round.", low=1)
+    batch_size: int = setting(8, "Examples in a step; a smaller bucket gives smaller batches.", low=1)
+    batches: Literal["buckets", "mixed"] = setting(
+        "buckets", "A batch comes from one bucket, buckets taking turns (the paper), or from the whole client."
+    )
+    lr: float = setting(1e-4, "AdamW rate of the adapters.", low=0.0)
+    schedule: Literal["constant", "late"] = setting(
+        "constant", "How all rates change over the rounds; late: constant for half of them, then linearly to 0."
+    )
+    clip: float = setting(1.0, "Gradient norm per client, over its experts and router together.", low=1e-9)
+    weight_decay: float = setting(0.0, "AdamW weight decay.", low=0.0)
+    participation: float = setting(1.0, "Clients per round: up to 1 a fraction, above 1 a count.", low=1e-9)
+    clients_per_step: int | Literal["auto"] = setting(
+        "auto", "Clients trained in one forward and backward pass; bounds memory, never changes results."
+    )
+    cuda_graphs: bool = setting(
+        True,
+        "On CUDA, record a training step once and replay it where launching its kernels would take longer than "
+        "running them; false for debugging.",
+    )

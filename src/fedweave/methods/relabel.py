@@ -1,0 +1,95 @@
+"""Labels by the router (ours, not the paper's): experts train on what they will be asked.
+
+A bucket is as pure as a client's clustering; the warmed-up router, which has learned from all clients' buckets,
+sorts single prompts better, and at inference it is the router that sends them. So every example belongs to the
+expert that the router picks. An expert that hardly anybody is sent to is dropped; its prompts go to the next best.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from fedweave.config import Config
+from fedweave.federation.admission import Receipts
+from fedweave.federation.client import Client
+from fedweave.federation.compute import Compute
+from fedweave.federation.engines.base import Engine
+from fedweave.federation.message import Facts, Message
+from fedweave.federation.state import read_router, router_facts
+from fedweave.federation.steps import Answer, Asked, Figure, Step
+from fedweave.router.mlp import RouterLayout
+
+
+@dataclass
+class Labels:
+    """What the router makes of a client's examples."""
+
+    counts: torch.Tensor  # [M] examples that it sends to each expert
+    buckets: list[int]  # the expert that it prefers for every bucket
+
+
+def picked(router: RouterLayout, phi: torch.Tensor, features: torch.Tensor) -> torch.Tensor:
+    """[n] the expert of every prompt; phi [Q], features [n, d]."""
+    return router.route(phi, features.to(phi)).argmax(1).cpu()
+
+
+class Relabel(Step[Labels]):
+    """How many of your examples does this router send to each expert?"""
+
+    name = "relabel"
+
+    def __init__(self, config: Config):
+        self.config = config
+
+    def answer(self, compute: Compute, clients: Sequence[Client], question: Message) -> Iterator[Answer]:
+        router, phi = read_router(question.facts), question.tensors["phi"].to(compute.device)
+        assert router is not None
+        for client in clients:
+            labels = picked(router, phi, client.data.features)
+            counts = [torch.bincount(labels[bucket], minlength=router.experts) for bucket in client.buckets]
+            yield Answer(figures={
+                "counts": torch.stack(counts).sum(0).tolist(), "experts": [int(own.argmax()) for own in counts],
+            })  # fmt: skip
+
+    def figures(self, asked: Asked) -> dict[str, Figure]:
+        router = read_router(asked.question.facts)
+        assert router is not None
+        m, buckets, most = router.experts, len(asked.member.assignment), len(asked.member)
+        return {
+            "counts": Figure(int, 0, most, (m, m), summed=True),
+            "experts": Figure(int, 0, m - 1, (buckets, buckets)),
+        }
+
+    def read(self, asked: Asked, parts: dict[str, torch.Tensor], figures: Facts) -> Labels:
+        return Labels(torch.tensor(figures["counts"]), [int(m) for m in figures["experts"]])
+
+
+def relabel(
+    engine: Engine, step: Relabel, router: RouterLayout, phi: torch.Tensor, receipts: Receipts
+) -> tuple[RouterLayout, torch.Tensor, dict[str, list[int]]]:
+    """(router and φ [Q] over the experts that stay, what discovery.json says of it). Members get their buckets'
+    experts by the router; a member that does not answer takes no part."""
+    counts = _ask(engine, step, router, phi, receipts)
+    few = counts < step.config.experts.min_share * counts.sum()
+    few[counts.argmax()] = False
+    kept = (~few).nonzero()[:, 0].tolist()
+    report = {"router_examples": counts.tolist(), "dropped_experts": few.nonzero()[:, 0].tolist()}
+    if len(kept) < router.experts:
+        router, phi = router.narrowed(phi, kept)
+        report["router_examples"] = _ask(engine, step, router, phi, receipts).tolist()
+    return router, phi, report
+
+
+def _ask(
+    engine: Engine, step: Relabel, router: RouterLayout, phi: torch.Tensor, receipts: Receipts
+) -> torch.Tensor:
+    """[M] examples of each expert, over all clients."""
+    heard, total = Receipts(bytes_up=receipts.bytes_up), torch.zeros(router.experts, dtype=torch.long)
+    for member, told in engine.ask(step, engine.members, Message({"phi": phi}, router_facts(router)), heard):
+        member.assignment = told.buckets
+        total += told.counts
+    engine.only(heard.accepted)
+    return total
