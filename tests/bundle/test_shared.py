@@ -14,9 +14,8 @@ from fedweave.bundle.adapter import probe
 from fedweave.bundle.load import load_bundle
 from fedweave.cli import main
 from fedweave.runs.use import export_run, export_soft
-from tests.bundle.conftest import PROMPTS
 from tests.bundle.test_export import one_hot, probe_of
-from tests.helpers import SMALL
+from tests.helpers import PROMPTS, SMALL
 
 SWITCHES = [
     "experts.shared_rank=8", "experts.start=zero", "experts.labels=router", "router.training=chosen",
