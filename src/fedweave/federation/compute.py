@@ -7,9 +7,11 @@ from collections.abc import Iterator, Sequence
 import torch
 
 from fedweave.backbone.load import Backbone
+from fedweave.backbone.prompts import Encoded
 from fedweave.config import Config, TrainingConfig
 from fedweave.console import Console
 from fedweave.discovery.clusterers import Buckets, discover_all
+from fedweave.evaluation.losses import example_losses
 from fedweave.experts.layout import AdapterLayout
 from fedweave.experts.mixture import Mixture
 from fedweave.federation.buffer import VectorBuffer
@@ -58,6 +60,12 @@ class Compute:
         found = discover_all(features, self.config.discovery, seeds, progress.advance, self.device)
         progress.close()
         return found
+
+    def losses(
+        self, layout: AdapterLayout, theta: torch.Tensor, examples: Sequence[Encoded], gates: torch.Tensor
+    ) -> torch.Tensor:
+        """[n] of examples under these experts, with gates [n, M]."""
+        return example_losses(self.backbone, examples, self.mixture(layout), theta, gates)
 
     def train(
         self,

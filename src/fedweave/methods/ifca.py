@@ -15,7 +15,6 @@ import torch
 import torch.nn.functional as F
 
 from fedweave.errors import UserError
-from fedweave.evaluation.losses import example_losses
 from fedweave.federation.client import Client
 from fedweave.federation.compute import Compute
 from fedweave.federation.engines.base import Engine
@@ -61,9 +60,8 @@ class IFCA(SingleAdapter):
         if not state.theta[state.layout.is_b.to(state.theta.device)].any():
             return int(rng.integers(experts))
         sample = [client.data.examples[i] for i in rng.permutation(len(client.data))[:_LOOKED_AT]]
-        mixture = compute.mixture(state.layout)
         losses = [
-            example_losses(compute.backbone, sample, mixture, state.theta, gates.expand(len(sample), -1)).mean()
+            compute.losses(state.layout, state.theta, sample, gates.expand(len(sample), -1)).mean()
             for gates in torch.eye(experts)
         ]
         return int(torch.stack(losses).argmin())
