@@ -21,6 +21,16 @@ def test_experts_average_over_matched_samples_and_an_unserved_expert_stays():
     assert average.step().tolist() == pytest.approx([2.0, 7.0, 0.0, 3.0, 8.0, 0.0])
 
 
+def test_what_experts_share_is_averaged_over_whole_clients():
+    """One expert that only client 0 serves, and the shared part: (30·1 + 10·5) / 40 = 2."""
+    layout = AdapterLayout(("w",), (1,), (1,), rank=1, experts=1, shared=1)
+    average = ExpertAverage(layout, torch.device("cpu"))
+    #                          A: e0   all  B: e0   all
+    average.add(torch.tensor([7.0, 1.0, 8.0, 2.0]), torch.tensor([20.0]), 30)
+    average.add(torch.tensor([50.0, 5.0, 50.0, 6.0]), torch.tensor([0.0]), 10)
+    assert average.step().tolist() == pytest.approx([7.0, 2.0, 8.0, 3.0])
+
+
 def test_a_part_that_is_not_uploaded_may_hold_anything():
     layout = AdapterLayout(("w",), (1,), (1,), rank=1, experts=2)
     average = ExpertAverage(layout, torch.device("cpu"))

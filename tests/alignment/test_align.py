@@ -82,3 +82,28 @@ def test_one_tree_gives_what_a_clustering_per_count_gives():
         assert len(np.unique(labels)) == count and adjusted_rand_score(labels, expected) == 1.0
         reference = silhouette_score(distance.astype(float), expected, metric="precomputed")
         assert silhouette(distance, labels) == pytest.approx(reference, abs=1e-6)
+
+
+def test_one_expert_where_nothing_parts_the_buckets_well_enough():
+    distance, _ = groups([5, 5])
+    score = align(distance, 4).silhouettes[2]
+    assert align(distance, 4, least=score - 1e-3).experts == 2
+    alignment = align(distance, 4, least=min(1.0, score + 1e-3))
+    assert alignment.experts == 1 and not alignment.labels.any() and alignment.silhouettes[2] == score
+
+
+def test_a_cut_with_an_expert_of_too_few_examples_is_no_candidate():
+    distance, _ = groups([5, 5, 1])
+    sizes = np.array([10] * 10 + [1])
+    assert align(distance, 3).experts == 3
+    assert align(distance, 3, sizes=sizes, min_share=0.02).experts == 2
+    lonely = align(distance, 3, sizes=np.array([1] * 5 + [1000] * 5 + [1]), min_share=0.02)
+    assert lonely.experts == 1
+
+
+def test_ward_does_not_chain():
+    """Points in a row, each near the next: average linkage cuts the lone end off, Ward cuts in the middle."""
+    angle = np.deg2rad(np.array([0.0, 6, 12, 18, 24, 30, 36, 42, 75]))
+    distance = 1 - np.cos(angle[:, None] - angle)
+    average, ward = (next(iter(cuts(distance, 2, method))) for method in ("average", "ward"))
+    assert np.bincount(average).min() == 1 and np.bincount(ward).min() >= 3

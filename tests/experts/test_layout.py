@@ -30,6 +30,20 @@ def test_stack_and_unstack_are_inverse_and_agree_with_columns(layout):
             assert torch.equal(whole["A"][rows], one["A"]) and torch.equal(whole["B"][rows], one["B"])
 
 
+def test_a_shared_part_has_columns_that_are_no_experts_and_every_adapter_has_it():
+    layout = AdapterLayout(("a", "b"), (6, 6), (8, 4), rank=2, experts=3, shared=4)
+    theta, owner = random_theta(layout, 1), layout.expert_of_column
+    shared = theta[owner == 3]
+    assert len(owner) == layout.size and len(shared) == layout.shared_part.size
+    assert torch.equal(layout.stack(layout.unstack(theta), shared), theta)
+    for m in range(3):
+        named = layout.named(theta, m)
+        own = layout.with_experts(1).views(layout.unstack(theta)[m])[1]
+        common = layout.shared_part.views(shared)[1]
+        assert torch.equal(named["base_model.model.b.lora_A.weight"], torch.cat([own["A"], common["A"]]))
+        assert torch.equal(named["base_model.model.b.lora_B.weight"], torch.cat([own["B"], common["B"] / 2]).T)
+
+
 def test_is_b_marks_the_b_factors(layout):
     theta = torch.where(layout.is_b, 1.0, 0.0)
     assert all((layer["B"] == 1).all() and (layer["A"] == 0).all() for layer in layout.views(theta))

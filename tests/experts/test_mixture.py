@@ -41,6 +41,30 @@ def test_stacked_layer_equals_a_loop_over_experts(experts):
     mixture.detach()
 
 
+@pytest.mark.parametrize("experts", [1, 3])
+def test_what_experts_share_is_one_adapter_of_its_own_rank_and_scale_for_every_prompt(experts):
+    torch.manual_seed(0)
+    linear = torch.nn.Linear(16, 24)
+    layout = AdapterLayout.of({"q": linear}, rank=4, experts=experts, shared=8)
+    theta = random_theta(layout, 1, 0.3)
+    x, gates = torch.randn(1, 7, 16), torch.rand(1, 7, experts).softmax(-1)
+    plain, owner = layout.with_experts(experts), layout.expert_of_column
+    shared = layout.shared_part.views(theta[owner == experts])[0]
+    expected = linear(x) + (16 / 8) * (x @ shared["A"].T @ shared["B"])
+    for m in range(experts):
+        own = plain.with_experts(1).views(layout.unstack(theta)[m])[0]
+        expected = expected + gates[..., m : m + 1] * (16 / 4) * (x @ own["A"].T @ own["B"])
+    mixture, weights = Mixture({"q": linear}, layout, alpha=16), layout.views(theta[None])
+    with torch.no_grad(), mixture.active(weights, gates):
+        torch.testing.assert_close(linear(x), expected)
+        with torch.enable_grad():
+            torch.testing.assert_close(linear(x), expected)
+    if experts == 1:
+        with torch.no_grad(), mixture.active(weights, None):
+            torch.testing.assert_close(linear(x), expected)
+    mixture.detach()
+
+
 def test_one_expert_equals_peft_lora(backbone):
     from peft import LoraConfig, get_peft_model
 

@@ -67,6 +67,25 @@ def test_recorded_steps_equal_eager_ones_over_changing_batches(on_gpu, dropout, 
         assert replayed.tokens == eager.tokens
 
 
+def test_recorded_steps_follow_the_rate_of_their_round_with_given_gates_and_a_shared_part(on_gpu, smooth_optimiser):
+    """The rate is read from memory: a recording made at one pace goes at another."""
+    layout = AdapterLayout.of(on_gpu.linear_layers(TARGETS), 8, 3, shared=16)
+    lanes = [
+        replace(lane, phi=None, gates=torch.eye(3)[torch.arange(len(lane.data)) % 3])
+        for lane in make_lanes(on_gpu, layout, None, clients=3, steps=4)
+    ]
+    results = []
+    for graphs in (True, False):
+        trainer, mixture = make_trainer(on_gpu, layout, None, 0.0, cuda_graphs=graphs, schedule="late")
+        list(trainer.train(lanes, 3))
+        trainer.pace = 0.25
+        results.append(list(trainer.train(lanes, 3)))
+        mixture.detach()
+    for replayed, eager in zip(*results, strict=True):
+        assert replayed.losses == pytest.approx(eager.losses, rel=4e-3)
+        assert relative(replayed.delta_theta, eager.delta_theta) < 2e-2
+
+
 def test_steps_of_several_recorded_sizes_equal_eager_ones(on_gpu, monkeypatch, smooth_optimiser):
     """Small steps use small recordings; a later round that needs more room is recorded anew."""
     monkeypatch.setattr(batch, "GRAIN", 16)

@@ -62,9 +62,9 @@ class Compute:
         return found
 
     def losses(
-        self, examples: Sequence[Encoded], layout: AdapterLayout, theta: torch.Tensor, gates: torch.Tensor
+        self, layout: AdapterLayout, theta: torch.Tensor, examples: Sequence[Encoded], gates: torch.Tensor
     ) -> torch.Tensor:
-        """Loss of every example under experts theta [P] with gates [n, M], [n]."""
+        """[n] of examples under these experts, with gates [n, M]."""
         return example_losses(self.backbone, examples, self.mixture(layout), theta, gates)
 
     def train(

@@ -62,7 +62,7 @@ class Evaluate(Step[Loss]):
                 theta = torch.where(shared.to(theta.device), theta, own)
             weights = state.weights(held.features)
             gates = sparsify(weights, self.method.selection)
-            losses = compute.losses(held.examples, state.layout, theta, gates)
+            losses = compute.losses(state.layout, theta, held.examples, gates)
             entropy = max(0.0, -(weights.clamp(min=1e-12).log() * weights).sum().item())
             yield Answer(figures={"total": losses.sum().item(), "entropy": entropy, "count": len(held)})
 

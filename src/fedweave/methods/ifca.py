@@ -61,7 +61,7 @@ class IFCA(SingleAdapter):
             return int(rng.integers(experts))
         sample = [client.data.examples[i] for i in rng.permutation(len(client.data))[:_LOOKED_AT]]
         losses = [
-            compute.losses(sample, state.layout, state.theta, gates.expand(len(sample), -1)).mean()
+            compute.losses(state.layout, state.theta, sample, gates.expand(len(sample), -1)).mean()
             for gates in torch.eye(experts)
         ]
         return int(torch.stack(losses).argmin())
