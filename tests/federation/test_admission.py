@@ -153,7 +153,7 @@ BROKEN = {
     "backbone": (with_facts(backbone="other"), "its backbone is not"),
     "tokenizer": (with_facts(tokenizer="other"), "its tokenizer is not"),
     "no identity": (without("backbone"), "its backbone is not"),
-    "norm": (swap(lambda x: x + 1e6), "the farthest that the round's steps can lead"),
+    "norm": (swap(lambda x: x + 1e6), "its experts update has norm"),
     "samples": (with_facts(samples=10**9), "samples is 1000000000, where 1 to"),
     "no samples": (with_facts(samples=0), "samples is 0, where 1 to"),
     "text as samples": (with_facts(samples="many"), "samples is 'many', which is no number"),
