@@ -103,7 +103,9 @@ def _tensors(layers: list[dict[str, torch.Tensor]]) -> list[torch.Tensor]:
 class LaneGroup:
     """Parameters and optimiser state of K lanes, kept in place so that a captured step can be replayed."""
 
-    def __init__(self, trainer: LockstepTrainer, lanes: int, masked: bool, gated: bool, recorded: bool = False):
+    def __init__(
+        self, trainer: LockstepTrainer, lanes: int, masked: bool, gated: bool = False, recorded: bool = False
+    ):
         self.trainer, self.size, self.gated = trainer, lanes, gated
         device, config = trainer.backbone.device, trainer.config
         layout, router = trainer.mixture.layout, trainer.router
