@@ -42,6 +42,11 @@ def test_a_stopped_run_says_how_to_go_on(record):
     assert "fedweave resume runs/x" in render(record(live={"state": "stopped", "phase": {}, "round_seconds": []}))
 
 
+def test_a_stopped_federation_is_resumed_by_its_server(record):
+    run = record(live={"state": "stopped", "phase": {}, "round_seconds": []}, config={"data": {"source": "sites"}})
+    assert "fedweave federate --resume runs/x" in render(run)
+
+
 def test_sparkline():
     assert sparkline([3.0, 2.0, 1.0]) == "█▅▁" and sparkline([1.0, 1.0]) == "▁▁"
 

@@ -42,9 +42,7 @@ def run_costs(run: RunRecord, precision: str | None = None) -> RunCosts:
     """Costs of a run that has been through discovery; figures of the end are missing until it ends."""
     config, clients = run.config, list(run.clients.values())
     if not clients:
-        raise UserError(
-            f"{run.path} has not been through discovery yet; finish it with `fedweave resume {run.path}`."
-        )
+        raise UserError(f"{run.path} has not been through discovery yet; finish it with `{run.resume}`.")
     discovers = method_class(config.method).discovers
     experts = run.experts if discovers else 4  # for the table's other methods
     served = [len(set(client["experts"])) for client in clients]

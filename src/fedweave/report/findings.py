@@ -182,7 +182,7 @@ def still_improving(run: RunRecord) -> Finding | None:
     return Finding(
         "note",
         "It was still getting better",
-        f"The last round lowered the validation loss by {gain:.0%}. Go on with `fedweave resume {run.path} "
+        f"The last round lowered the validation loss by {gain:.0%}. Go on with `{run.resume} "
         f"training.rounds={run.completed + max(2, run.completed // 2)}`.",
     )
 

@@ -41,7 +41,7 @@ def render(run: RunRecord, width: int = 100) -> str:
     if phase:
         parts.append(f"now: {phase['label']}, {phase['done']} of {phase['total']}")
     if run.state == "stopped":
-        parts.append(f"This run is not going on. Continue it with: fedweave resume {run.path}")
+        parts.append(f"This run is not going on. Continue it with: {run.resume}")
     for section in (_losses(run), _load(run, width), _end(run)):
         if section:
             parts += ["", section]

@@ -68,6 +68,11 @@ class RunRecord:
         """Whether the clients are sites of their own, which keep labels and features to themselves."""
         return self.config.engine == "flower"
 
+    @property
+    def resume(self) -> str:
+        """The command that goes on with it."""
+        return resume_command(self.path, self.config)
+
     # ---------------------------------------------------------------------------------- rounds
 
     @cached_property
@@ -189,6 +194,10 @@ class RunRecord:
     def phases(self) -> Mapping[str, float]:
         """Seconds of every phase; empty before the end."""
         return self.summary["timing"]["phases_s"] if self.summary else {}
+
+
+def resume_command(folder: Path, config: Config) -> str:
+    return f"fedweave {'federate --resume' if config.data.source == 'sites' else 'resume'} {folder}"
 
 
 def read_run(folder: Path) -> RunRecord:

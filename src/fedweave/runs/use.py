@@ -25,7 +25,7 @@ from fedweave.experts.mixture import Mixture
 from fedweave.inference.model import FedWeaveModel
 from fedweave.methods import build_method
 from fedweave.runs.folder import RunFolder, Snapshot
-from fedweave.runs.reading import read_run
+from fedweave.runs.reading import read_run, resume_command
 from fedweave.runs.testing import evaluate_models, routed_models
 from fedweave.runs.text import results_table
 from fedweave.runs.workspace import held_out
@@ -58,7 +58,7 @@ def _run_models(
         raise UserError(f"{config.method} routes by task label and cannot answer a prompt that has none.")
     snapshot = RunFolder(folder).newest(console)
     if snapshot is None:
-        raise UserError(f"{folder} has no checkpoint yet; finish it with `fedweave resume {folder}`.")
+        raise UserError(f"{folder} has no checkpoint yet; finish it with `{resume_command(folder, config)}`.")
     where = config.backbone if device == "auto" else replace(config.backbone, device=device, dtype="auto")
     backbone = load_backbone(where)
     snapshot.check(config, backbone)
