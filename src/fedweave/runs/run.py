@@ -57,6 +57,8 @@ def resume(path: Path, overrides: list[str], console: Console, kept: Kept | None
         stand_by(path, overrides, kept)
         return None
     run, config = RunFolder.open(path, overrides)
+    if config.data.source == "sites":
+        raise UserError(f"{path} is a run over sites; continue it with `fedweave federate --resume {path}`.")
     require_loggers(config.loggers)
     prepared = prepare(config, console, kept)
     run.check_manifest(prepared.data.manifest)

@@ -128,7 +128,8 @@ def test_a_run_without_a_test_set_shows_what_its_sites_measured(deployment, fede
         assert f"| {site} | {loss:.3f} |" in card
         assert f"<td>{site}</td><td>{loss:.3f}</td>" in page
     capsys.readouterr()
-    for verb, word in (("diagnose", "a diagnosis needs them"), ("evaluate", "--data")):
+    refusals = {"diagnose": "a diagnosis needs them", "evaluate": "--data", "resume": "fedweave federate --resume"}
+    for verb, word in refusals.items():
         assert main([verb, str(federated)]) == 2
         error = capsys.readouterr().err
         assert word in error and error.count("\n") == 1
