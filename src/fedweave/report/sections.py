@@ -12,7 +12,6 @@ from fedweave.analysis.diagnosis import Diagnosis
 from fedweave.analysis.ledger import spent_rows
 from fedweave.analysis.spent import run_costs
 from fedweave.analysis.verdicts import render
-from fedweave.config import dump_config
 from fedweave.console import duration, table
 from fedweave.errors import UserError
 from fedweave.report import curves, maps, theory, tradeoffs
@@ -270,7 +269,8 @@ def _what_was_run(groups: Sequence[Group], lead: RunRecord) -> Section:
         section.folded.append({"title": f"all {len(rows)} runs", "text": table(header, rows)})
     else:
         section.tables.append(Table(header, rows))
-    section.folded.append({"title": f"config.yaml of {lead.path}", "text": dump_config(lead.config)})
+    config = (lead.path / "config.yaml").read_text(encoding="utf-8")
+    section.folded.append({"title": f"config.yaml of {lead.path}", "text": config})
     if lead.summary:
         environment = yaml.safe_dump(lead.summary["environment"], sort_keys=False)
         section.folded.append({"title": "versions, device and commit", "text": environment})
