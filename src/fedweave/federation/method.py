@@ -17,6 +17,7 @@ import torch
 from fedweave.aggregation.rules import ClientAverage, ExpertAverage
 from fedweave.config import Config
 from fedweave.discovery.clusterers import Buckets
+from fedweave.errors import UserError
 from fedweave.experts.layout import AdapterLayout
 from fedweave.federation.client import Client, Member
 from fedweave.federation.compute import Compute
@@ -70,12 +71,15 @@ class Method(ABC):
     summary = ""
     uses_labels = False  # True only for an upper bound that is told the tasks
     gathers = False  # True only for a reference that has everybody's data in one place
+    continues = True  # whether init=BUNDLE can be its start
     own_routing = "sparse"  # how the method means its experts to be used at inference
     trains_router = True  # False: the router of a method with experts stays as it was prepared, and sends nothing
     discovers = False  # whether clients sign their units before round 1, so that experts can be aligned
     units: Units = staticmethod(whole_clients)
 
     def __init__(self, config: Config):
+        if config.init and not self.continues:
+            raise UserError(f"method={config.method} cannot start from a bundle; leave init empty.")
         self.config = config
         self.train, self.evaluate = Train(self), Evaluate(self)
 

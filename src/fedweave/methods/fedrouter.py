@@ -8,13 +8,12 @@ inference the nearest centroid decides. So there is neither a signature nor a ro
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import numpy as np
 import torch
 
 from fedweave.config import Config
-from fedweave.errors import UserError
 from fedweave.federation.admission import Receipts
 from fedweave.federation.client import Client, Member
 from fedweave.federation.compute import Compute
@@ -24,17 +23,12 @@ from fedweave.federation.method import Payload, Sizes
 from fedweave.federation.state import ServerState
 from fedweave.federation.steps import Answer, Asked, Part
 from fedweave.methods.fedweave import FedWeave
-from fedweave.methods.preparation import discover_units, mixture_payload, preparation_bytes
-from fedweave.methods.prototypes import Discover, Prototypes
+from fedweave.methods.preparation import assign, discover_units, mixture_payload, preparation_bytes
+from fedweave.methods.prototypes import Discover
 from fedweave.router.mlp import RouterLayout
 from fedweave.router.routed import RoutedExperts
 from fedweave.training.batch import Lane
 from fedweave.training.schedule import local_schedule
-
-
-@dataclass
-class Centred(Prototypes):
-    centroids: torch.Tensor | None = None  # [buckets, d]
 
 
 class DiscoverCentroids(Discover):
@@ -43,19 +37,16 @@ class DiscoverCentroids(Discover):
     def answer(self, compute: Compute, clients: Sequence[Client], question: Message) -> Iterator[Answer]:
         for client, answer in zip(clients, super().answer(compute, clients, question), strict=True):
             means = torch.stack([client.data.features[bucket].mean(0) for bucket in client.buckets])
-            yield replace(answer, parts={"centroids": means})
+            yield replace(answer, parts={"signatures": means})
 
     def parts(self, asked: Asked, figures: Facts) -> dict[str, Part]:
         super().parts(asked, figures)
-        return {"centroids": Part((len(figures["sizes"]), asked.width), summed=False)}
-
-    def read(self, asked: Asked, parts: dict[str, torch.Tensor], figures: Facts) -> Centred:
-        told = super().read(asked, {}, figures)
-        return Centred(told.sizes, told.signatures, told.note, told.silhouettes, parts["centroids"])
+        return {"signatures": Part((len(figures["sizes"]), asked.width), summed=False)}
 
 
 class FedRouter(FedWeave):
     summary = "baseline: buckets meet by their mean features, prompts go to the nearest; one bucket a round"
+    continues = False
 
     def __init__(self, config: Config):
         super().__init__(config)
@@ -67,24 +58,14 @@ class FedRouter(FedWeave):
         return [step for step in super().steps() if step is not self.warm]
 
     def prepare(self, engine: Engine, start: RoutedExperts | None = None) -> ServerState:
-        if start is not None:
-            raise UserError(f"method={self.config.method} cannot start from a bundle; leave init empty.")
         heard = Receipts()
         found = discover_units(engine, self.discover, heard)
-        told = [t.centroids for t in found if isinstance(t, Centred) and t.centroids is not None]
-        labels, centres = nearest_centres(torch.cat(told), self.config.alignment.max_experts, self.config.seed)
-        place = iter(labels)
-        for member in engine.members:
-            member.assignment = [next(place) for _ in member.sizes]
+        centroids = torch.cat([told.signatures for told in found])  # [P, d]
+        labels, centres = nearest_centres(centroids, self.config.alignment.max_experts, self.config.seed)
         layout = engine.layout(self.config.experts.rank, len(centres))
         router, phi = nearest_router(centres)
-        report = {
-            "bucket_silhouettes": {m.name: t.silhouettes for m, t in zip(engine.members, found, strict=True)},
-            "prototypes": len(labels),
-            "experts": layout.experts,
-            "prototype_labels": labels,
-            "preparation_bytes": preparation_bytes(engine.members, (heard, 0)),
-        }
+        report = assign(engine.members, found, layout.experts, labels)
+        report["preparation_bytes"] = preparation_bytes(engine.members, (heard, 0))
         theta = layout.initial(self.config.seed).to(engine.device)
         return ServerState(layout, router, theta, phi[None].to(engine.device), report=report)
 
@@ -92,9 +73,8 @@ class FedRouter(FedWeave):
         """The nearest centre, as at inference."""
         assert state.phi is not None
         for _, told in engine.ask(self.discover, [newcomer], Message()):
-            assert isinstance(told, Centred) and told.centroids is not None
             newcomer.learn(told.sizes, told.note)
-            newcomer.assignment = state.weights(told.centroids).argmax(1).tolist()
+            newcomer.assignment = state.weights(told.signatures).argmax(1).tolist()
             return "; ".join(f"bucket {c} → expert {m}" for c, m in enumerate(newcomer.assignment))
         return ""
 

@@ -14,7 +14,6 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
-from fedweave.errors import UserError
 from fedweave.federation.client import Client
 from fedweave.federation.compute import Compute
 from fedweave.federation.engines.base import Engine
@@ -34,10 +33,9 @@ class IFCA(SingleAdapter):
     summary = "baseline: each client trains the one of M adapters with the lowest loss on its data"
     own_routing = "soft"
     trains_router = False
+    continues = False
 
     def prepare(self, engine: Engine, start: RoutedExperts | None = None) -> ServerState:
-        if start is not None:
-            raise UserError(f"method={self.config.method} cannot start from a bundle; leave init empty.")
         state, experts = super().prepare(engine), self.config.alignment.max_experts
         layout = engine.layout(self.config.experts.single_rank, experts)
         theta = layout.stack([layout.with_experts(1).initial(self.config.seed + m) for m in range(experts)])

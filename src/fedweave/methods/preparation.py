@@ -15,7 +15,7 @@ import torch
 from fedweave.aggregation.rules import ClientAverage
 from fedweave.alignment.align import Alignment, signature_distance
 from fedweave.alignment.join import expert_distances, expert_means, joining_limit
-from fedweave.config import Config
+from fedweave.discovery.clusterers import Buckets
 from fedweave.errors import UserError
 from fedweave.experts.layout import AdapterLayout
 from fedweave.federation.admission import Receipts
@@ -51,13 +51,15 @@ def prepare_experts(
     found = discover_units(engine, discover, heard)  # lines 1-4
     blocks = signature_blocks(engine, discover, found)
     distance = signature_distance(blocks)
-    alignment = alignment_options(config, found)
-    report: dict[str, Any] = {
-        "bucket_silhouettes": {m.name: told.silhouettes for m, told in zip(engine.members, found, strict=True)},
-        **assign(engine.members, align(distance, config.alignment.max_experts, **alignment)),  # line 5
-        "signature_distance": (
-            distance.astype(float).round(6).tolist() if len(distance) <= _SHOWN_PROTOTYPES else None
-        ),
+    settings, sizes = config.alignment, np.array([size for told in found for size in told.sizes])
+    options = {"method": settings.linkage, "least": settings.least_silhouette, "min_share": settings.min_share}
+    aligned = align(distance, settings.max_experts, sizes=sizes, **options)  # line 5
+    shown = distance.astype(float).round(6).tolist() if len(distance) <= _SHOWN_PROTOTYPES else None
+    report = assign(engine.members, found, aligned.experts, aligned.labels.tolist())
+    report |= {
+        "alignment_silhouettes": aligned.silhouettes,
+        "alignment_note": aligned.note,
+        "signature_distance": shown,
     }
     # Line 6: an expert starts as the mean of its buckets' warmup adapters; the router starts at random.
     layout = engine.layout(config.experts.rank, report["experts"], shared)
@@ -90,16 +92,11 @@ def continue_experts(engine: Engine, discover: Discover, start: RoutedExperts) -
     if not isinstance(engine, InProcessEngine):
         raise UserError("init starts federations of this process only; leave it empty for real sites.")
     found = discover.method.form_buckets(engine.compute, engine.members)
+    labels: list[int] = []
     for client in engine.members:
         votes = start.weights(client.data.features)  # [n, M]
-        client.assignment = [int(votes[bucket].mean(0).argmax()) for bucket in client.buckets]
-    labels = [m for client in engine.members for m in client.assignment]
-    report = {
-        "bucket_silhouettes": {c.name: b.silhouettes for c, b in zip(engine.members, found, strict=True)},
-        "prototypes": len(labels),
-        "experts": start.layout.experts,
-        "prototype_labels": labels,
-    }
+        labels += [int(votes[bucket].mean(0).argmax()) for bucket in client.buckets]
+    report = assign(engine.members, found, start.layout.experts, labels)
     return ServerState(start.layout, start.router, start.theta, start.phi, start.shares, report=report)
 
 
@@ -139,27 +136,19 @@ def signature_blocks(engine: Engine, step: Discover, found: Sequence[Prototypes]
     return signer.blocks([signature for told in found for signature in told.signatures])
 
 
-def alignment_options(config: Config, found: Sequence[Prototypes]) -> dict[str, Any]:
-    """What alignment is told beside the distances."""
-    settings = config.alignment
-    sizes = np.array([size for told in found for size in told.sizes])
-    return {
-        "method": settings.linkage, "least": settings.least_silhouette, "sizes": sizes,
-        "min_share": settings.min_share,
-    }  # fmt: skip
-
-
-def assign(members: Sequence[Member], alignment: Alignment) -> dict[str, Any]:
-    """a(i,c) to every client, and what discovery.json says of it."""
-    labels = iter(alignment.labels.tolist())
+def assign(
+    members: Sequence[Member], found: Sequence[Prototypes | Buckets], experts: int, labels: list[int]
+) -> dict[str, Any]:
+    """a(i,c) of all buckets to their clients, and what discovery.json says of it."""
+    place = iter(labels)
     for member in members:
-        member.assignment = [next(labels) for _ in member.sizes]
+        member.assignment = [next(place) for _ in member.sizes]
+    silhouettes = {member.name: told.silhouettes for member, told in zip(members, found, strict=True)}
     return {
-        "prototypes": len(alignment.labels),
-        "experts": alignment.experts,
-        "prototype_labels": alignment.labels.tolist(),
-        "alignment_silhouettes": alignment.silhouettes,
-        "alignment_note": alignment.note,
+        "bucket_silhouettes": silhouettes,
+        "prototypes": len(labels),
+        "experts": experts,
+        "prototype_labels": labels,
     }
 
 

@@ -6,7 +6,7 @@ A method says what its units are (clusters of prompts, whole clients, labels); t
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 
 import torch
@@ -32,6 +32,7 @@ class Prototypes:
     signatures: torch.Tensor  # [buckets, D] s(i,c); no rows where a method has none
     note: str = ""
     silhouettes: dict[int, float] | None = None  # of every candidate count
+    labels: list[int] = field(default_factory=list)  # the task of every bucket, where a bound is told it
 
 
 class Discover(Step[Prototypes]):
