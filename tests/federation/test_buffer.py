@@ -7,12 +7,12 @@ import sys
 
 import torch
 
-from fedweave.federation import buffer
-from fedweave.federation.buffer import VectorBuffer
+from fedweave.federation import compute
+from fedweave.federation.compute import VectorBuffer
 
 
 def test_vectors_come_back_in_order_more_than_once(monkeypatch):
-    monkeypatch.setattr(buffer, "_IN_MEMORY", 1000)
+    monkeypatch.setattr(compute, "_IN_MEMORY", 1000)
     rows = [torch.randn(100, generator=torch.Generator().manual_seed(i)) for i in range(20)]
     kept = VectorBuffer(100)
     for i, row in enumerate(rows):
@@ -31,7 +31,7 @@ def test_a_full_disk_is_one_sentence():
         resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, 1 << 20))
 
     code = (
-        "import torch\nfrom fedweave.errors import UserError\nfrom fedweave.federation.buffer import VectorBuffer\n"
+        "import torch\nfrom fedweave.federation.compute import UserError, VectorBuffer\n"
         "kept = VectorBuffer(1 << 20)\ntry:\n    for _ in range(20): kept.append(0, torch.ones(1 << 20))\n"
         "except UserError as error: print(error)"
     )

@@ -15,9 +15,8 @@ from fedweave.config import Config
 from fedweave.discovery.signatures import Signatures, warmup_lane
 from fedweave.errors import UserError
 from fedweave.experts.layout import AdapterLayout
-from fedweave.federation.buffer import VectorBuffer
 from fedweave.federation.client import Client
-from fedweave.federation.compute import Compute
+from fedweave.federation.compute import Compute, VectorBuffer
 from fedweave.federation.message import Facts, Message, Refused
 from fedweave.federation.method import Method
 from fedweave.federation.steps import Answer, Asked, Figure, Part, Step, adam_reach

@@ -94,8 +94,7 @@ class ShardedEngine(InProcessEngine):
         own = (message for _, message in self.answers(step, mine, question))
         for one in asked:
             owner = self._owner(one.member)
-            message = self.world.pass_on(owner, next(own) if owner == self.world.rank else None)
-            yield one.member, lambda message=message: message  # type: ignore[misc]
+            yield one.member, self.world.pass_on(owner, next(own) if owner == self.world.rank else None)
 
     def shared(self, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """What any process has of the clients that it owns, known to all."""

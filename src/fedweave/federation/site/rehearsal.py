@@ -93,7 +93,7 @@ class RehearsalEngine(Engine):
             if "error" in message.facts:
                 raise UserError(f"the site cannot answer {step.name!r}: {message.facts['error']}")
             self.sent[step.name] = message
-            yield member, lambda message=message: message  # type: ignore[misc]
+            yield member, message
 
     def restore(self, records: Sequence[dict[str, Any]], tensors: Mapping[str, torch.Tensor]) -> None:
         """Nothing is kept of a rehearsal."""

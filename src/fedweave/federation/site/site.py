@@ -64,19 +64,13 @@ def _files(config: BackboneConfig) -> tuple[str | None, ...]:
     return config.model, config.revision, config.device, config.dtype
 
 
-class SiteEngine(InProcessEngine):
-    """One client, whose answers leave the process."""
-
-    travels = True
-
-
 @dataclass
 class Session:
     """The site's part in one federation."""
 
     key: tuple[Config, int, str]  # settings, index, federation
     method: Method
-    engine: SiteEngine
+    engine: InProcessEngine  # one client, whose answers leave the process
     buckets: list[np.ndarray] = field(default_factory=list)  # all of them, also those that no expert serves
 
     @property
@@ -166,7 +160,8 @@ class Site:
         if (folder := self._folder(federation)) is not None and (folder / _MEMORY).is_dir():
             tensors, meta = load_checkpoint(folder / _MEMORY)
             client.memory.load({name: t.to(backbone.device) for name, t in tensors.items()}, meta["t"])
-        return Session((config, index, federation), method, SiteEngine(backbone, [client], config, self.console))
+        engine = InProcessEngine(backbone, [client], config, self.console, travels=True)
+        return Session((config, index, federation), method, engine)
 
     def _align(self, session: Session, question: Message) -> None:
         """Give the client the buckets that alignment saw and the experts that they were given."""

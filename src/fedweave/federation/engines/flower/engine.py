@@ -157,9 +157,8 @@ class FlowerEngine(Engine):
         strangers = [
             RemoteSite(-1, f"node {node}", node=node) for node in fresh if self._again.get(node, 0.0) < now
         ]
-        self._hellos |= self.transport.push(
-            Hello.name, strangers, Message(), lambda stranger: (stranger.node or 0, now + _HELLO), _HELLO
-        )
+        greeted = self.transport.push(Hello.name, strangers, Message(), _HELLO)
+        self._hellos |= {number: (stranger.node or 0, now + _HELLO) for number, stranger in greeted.items()}
         for reply in self.transport.pull(self._hellos):  # nobody is waited for: a silent node holds up no round
             node, _ = self._hellos.pop(reply.metadata.reply_to_message_id)
             if is_lost(reply):

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any
 
 from flwr.app import Message as FlowerMessage
 from flwr.serverapp import Grid
@@ -16,7 +16,6 @@ from fedweave.federation.client import Distant
 from fedweave.federation.engines.flower.codec import from_records, to_record, to_records
 from fedweave.federation.message import Message, NoAnswer
 
-W = TypeVar("W")
 POLL = 0.25  # seconds between two looks for answers
 _EXPIRY = 10.0  # seconds after its deadline at which Flower forgets a question
 _EXPIRED = {3, 4}  # Flower's codes for a message that it no longer has
@@ -56,9 +55,7 @@ class Transport:
         self, step: str, sites: Sequence[RemoteSite], question: Message
     ) -> Iterator[tuple[RemoteSite, FlowerMessage]]:
         """Ask these sites and hand their replies out as they come, until all have answered or time is up."""
-        if not sites:
-            return
-        waiting = self.push(step, sites, question, lambda site: site, self.deadline + _EXPIRY)
+        waiting = self.push(step, sites, question, self.deadline + _EXPIRY)
         end = time.monotonic() + self.deadline
         while waiting and time.monotonic() < end:
             for reply in self.pull(waiting):
@@ -70,14 +67,9 @@ class Transport:
             self.silent(site)
 
     def push(
-        self,
-        step: str,
-        sites: Sequence[RemoteSite],
-        question: Message,
-        who: Callable[[RemoteSite], W],
-        valid: float,
-    ) -> dict[str, W]:
-        """Send a question to each, ``valid`` for so many seconds; returns ``who`` by the message's number."""
+        self, step: str, sites: Sequence[RemoteSite], question: Message, valid: float
+    ) -> dict[str, RemoteSite]:
+        """Send a question to each, ``valid`` for so many seconds; returns who was asked by the message's number."""
         if not sites:
             return {}
         arrays = to_record(question.tensors)
@@ -90,9 +82,9 @@ class Transport:
             )
             for site in sites
         ])  # fmt: skip
-        return {str(number): who(site) for number, site in zip(numbers, sites, strict=True) if number}
+        return {str(number): site for number, site in zip(numbers, sites, strict=True) if number}
 
-    def pull(self, waiting: dict[str, W]) -> Iterator[FlowerMessage]:
+    def pull(self, waiting: Collection[str]) -> Iterator[FlowerMessage]:
         """What has come in, each reply once, a few at a time."""
         numbers = list(waiting)
         for start in range(0, len(numbers), _TOGETHER):
