@@ -21,7 +21,7 @@ from fedweave.backbone.packing import pack, token_budget_batches
 from fedweave.backbone.prompts import EncodedPrompt
 from fedweave.console import Console
 from fedweave.files import atomic_file
-from fedweave.kernels.segments import sum_segments
+from fedweave.kernels.lanes import sum_segments
 
 
 @torch.no_grad()

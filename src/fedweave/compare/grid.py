@@ -71,11 +71,6 @@ def _identity(config: ConfigTree) -> str:
     return json.dumps({**config, "output": None}, sort_keys=True)
 
 
-def _turn_of_seed(cell: Cell, grid: Sequence[Cell]) -> int:
-    """0 for the grid's first seed, 1 for its second …"""
-    return list(dict.fromkeys(other.config.seed for other in grid)).index(cell.config.seed)
-
-
 def comparison_names() -> list[str]:
     return sorted(p.stem for p in COMPARISONS.glob("*.yaml"))
 
@@ -89,10 +84,8 @@ def load_comparison(name: str, overrides: Sequence[str], best_of: str | None) ->
             hint = nearest(name, [*comparison_names(), *recipe_names()])
             raise UserError(f"there is no comparison or recipe {name!r}: {hint}")
         tree = {"recipe": name, "axes": {}}
-    unknown = set(tree) - set(_KEYS)
-    if unknown:
-        hint = nearest(sorted(unknown)[0], _KEYS)
-        raise UserError(f"{path}: unknown key {sorted(unknown)[0]!r}: {hint}")
+    if unknown := sorted(set(tree) - set(_KEYS)):
+        raise UserError(f"{path}: unknown key {unknown[0]!r}: {nearest(unknown[0], _KEYS)}")
     axes = {str(key): list(values) for key, values in tree["axes"].items()}
     settings = [f"{key}={json.dumps(value)}" for key, value in (tree.get("set") or {}).items()]
     per = {
@@ -169,10 +162,9 @@ class Runner:
     def run(self) -> dict[str, Outcome]:
         """What became of every grid, by its name."""
         grids = self.grids
-        turns = sorted(
-            ((name, cell) for name, grid in grids.items() for cell in grid),
-            key=lambda turn: _turn_of_seed(turn[1], grids[turn[0]]),
-        )
+        seeds = {name: list(dict.fromkeys(cell.config.seed for cell in grid)) for name, grid in grids.items()}
+        turns = [(name, cell) for name, grid in grids.items() for cell in grid]
+        turns.sort(key=lambda turn: seeds[turn[0]].index(turn[1].config.seed))  # all first seeds, all second …
         outcomes = {name: Outcome() for name in grids}
         for number, (name, cell) in enumerate(turns, start=1):
             known = self._known.get(cell.identity)

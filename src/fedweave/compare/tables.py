@@ -144,9 +144,7 @@ def _figures(summary: Summary) -> dict[str, float]:
             figures[f"ms-{routing} per prompt"] = measured["ms_per_prompt"]
     if audit := summary["audit"]:
         for level, found in (("local", audit["local"]), ("global", audit["global"])):
-            figures |= {
-                f"purity {level}": found["purity"], f"nmi {level}": found["nmi"], f"ari {level}": found["ari"]
-            }  # fmt: skip
+            figures |= {f"{name} {level}": value for name, value in found.items() if isinstance(value, float)}
     figures["validation loss"] = summary["validation"]["best_loss"]
     return figures
 

@@ -7,7 +7,6 @@ asks for more (docs/method.md): a part that experts share, labels by the router,
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -16,11 +15,10 @@ import torch.nn.functional as F
 
 from fedweave.alignment.align import align
 from fedweave.config import Config
-from fedweave.discovery.clusterers import Buckets
 from fedweave.federation.client import Client, Member
 from fedweave.federation.compute import Compute
 from fedweave.federation.engines.base import Engine
-from fedweave.federation.method import Method, Payload, Sizes
+from fedweave.federation.method import Method, Payload, Sizes, Units
 from fedweave.federation.state import ServerState
 from fedweave.federation.steps import Step
 from fedweave.methods.preparation import (
@@ -37,15 +35,10 @@ from fedweave.router.routed import RoutedExperts
 from fedweave.training.batch import Lane
 
 
-def clusters(compute: Compute, clients: Sequence[Client]) -> list[Buckets]:
-    """The unit is a cluster of a client's own prompt features."""
-    return compute.cluster(clients)
-
-
 class FedWeave(Method):
     summary = "prototype-level experts, one client-level router (the paper's method)"
     discovers = True
-    units = staticmethod(clusters)
+    units: Units = staticmethod(Compute.cluster)  # clusters of a client's own prompt features
 
     def __init__(self, config: Config):
         super().__init__(config)

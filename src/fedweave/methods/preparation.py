@@ -13,8 +13,7 @@ import numpy as np
 import torch
 
 from fedweave.aggregation.rules import ClientAverage
-from fedweave.alignment.align import Alignment, signature_distance
-from fedweave.alignment.join import expert_distances, expert_means, joining_limit
+from fedweave.alignment.align import Alignment, expert_distances, expert_means, joining_limit, signature_distance
 from fedweave.discovery.clusterers import Buckets
 from fedweave.errors import UserError
 from fedweave.experts.layout import AdapterLayout

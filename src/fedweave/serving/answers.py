@@ -11,10 +11,9 @@ from fastapi import Request
 from fastapi.responses import StreamingResponse
 from starlette.types import Receive, Scope, Send
 
-from fedweave.serving.guard import ApiError
+from fedweave.serving.guard import Metrics
 from fedweave.serving.jobs import Answering, Ended, Event, Failed, Piece, Routed
-from fedweave.serving.metrics import Metrics
-from fedweave.serving.protocol import Json, Reply, error_body, event, usage
+from fedweave.serving.protocol import ApiError, Json, Reply, error_body, event, usage
 
 T = TypeVar("T")
 

@@ -18,8 +18,8 @@ import httpx
 from fedweave.errors import UserError, first_line
 from fedweave.inference.model import FedWeaveModel
 from fedweave.inference.text import AnswerText
-from fedweave.serving.jobs import Answering, Busy, Ended, Failed, Job, Limits, Piece, Routed
-from fedweave.serving.protocol import Json
+from fedweave.serving.jobs import Answering, Ended, Failed, Job, Limits, Piece, Routed
+from fedweave.serving.protocol import ApiError, Json, busy
 
 
 class _Usage(TypedDict):
@@ -82,14 +82,11 @@ class Gateway:
         if any(job.routing != "sparse" for job in jobs):
             raise UserError("routing: an upstream serves one expert per request; only sparse is possible here.")
         if len(self._tasks) + len(jobs) > self.limits.max_batch + self.limits.max_queue:
-            raise Busy(1)
+            raise busy(1)
         return [self._begin(job) for job in jobs]
 
     def _begin(self, job: Job) -> Answering:
-        def cancel() -> None:
-            task.cancel()
-
-        answering = Answering(job, cancel)
+        answering = Answering(job, lambda: task.cancel())
         task = asyncio.get_running_loop().create_task(self._answer(job, answering))
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
@@ -103,7 +100,7 @@ class Gateway:
                     await self._ask(job, answering)
                 finally:
                     self.running -= 1
-        except _Refused as error:
+        except ApiError as error:
             answering.tell(Failed(error.status, str(error)))
         except httpx.HTTPError as error:
             answering.tell(Failed(502, f"the upstream {self.url} failed: {first_line(error)}."))
@@ -125,7 +122,7 @@ class Gateway:
             except Exception as error:
                 for _, future in asked:
                     if not future.done():
-                        future.set_exception(_Refused(500, f"routing failed: {first_line(error)}."))
+                        future.set_exception(ApiError(500, f"routing failed: {first_line(error)}."))
                 continue
             for (_, future), row in zip(asked, weights.tolist(), strict=True):
                 if not future.done():  # the client may have gone
@@ -155,7 +152,7 @@ class Gateway:
                     answering.tell(Piece(piece))
                 reason = choice.get("finish_reason") or reason
         if not begun:
-            raise _Refused(502, f"the upstream {self.url} sent an empty answer.")
+            raise ApiError(502, f"the upstream {self.url} sent an empty answer.")
         if rest := text.close():
             answering.tell(Piece(rest))
         answering.tell(Ended(reason, tokens))
@@ -184,31 +181,23 @@ class Gateway:
         async with self._client.stream("POST", "/v1/completions", json=request) as response:
             if response.status_code != 200:
                 await response.aread()
-                raise _Refused.of(response, self.url)
+                raise _refusal(response, self.url)
             async for line in response.aiter_lines():
                 data = line.removeprefix("data:").strip()
                 if not line.startswith("data:") or data == "[DONE]":
                     continue
                 chunk: _Chunk = json.loads(data)
                 if "error" in chunk:
-                    raise _Refused(502, f"the upstream {self.url} failed: {chunk['error']}.")
+                    raise ApiError(502, f"the upstream {self.url} failed: {chunk['error']}.")
                 yield chunk
 
 
-class _Refused(Exception):
-    def __init__(self, status: int, message: str):
-        super().__init__(message)
-        self.status = status
-
-    @classmethod
-    def of(cls, response: httpx.Response, url: str) -> _Refused:
-        """A request it finds wrong, or too many of them, is the client's; anything else is a bad gateway."""
-        try:
-            message = response.json()["error"]["message"]
-        except (ValueError, KeyError, TypeError):
-            message = response.text[:200]
-        status = response.status_code if response.status_code in (400, 429) else 502
-        hint = ""
-        if response.status_code == 404:
-            hint = "; start it with --lora-modules expert_0=… for every expert"
-        return cls(status, f"the upstream {url} refuses ({response.status_code}): {message}{hint}")
+def _refusal(response: httpx.Response, url: str) -> ApiError:
+    """A request it finds wrong, or too many of them, is the client's; anything else is a bad gateway."""
+    try:
+        message = response.json()["error"]["message"]
+    except (ValueError, KeyError, TypeError):
+        message = response.text[:200]
+    status = response.status_code if response.status_code in (400, 429) else 502
+    hint = "; start it with --lora-modules expert_0=… for every expert" if response.status_code == 404 else ""
+    return ApiError(status, f"the upstream {url} refuses ({response.status_code}): {message}{hint}")

@@ -62,18 +62,10 @@ class Failed:
 Event = Routed | Piece | Ended | Failed
 
 
-class Busy(Exception):
-    """No room for more; try again after some seconds."""
-
-    def __init__(self, retry_after: int):
-        super().__init__(f"the queue is full; try again in {retry_after} s.")
-        self.retry_after = retry_after
-
-
 class Answering:
     """A job under way, as its client sees it. Events may come from any thread; they are read on the event loop."""
 
-    def __init__(self, job: Job, on_cancel: Callable[[], None] = lambda: None):
+    def __init__(self, job: Job, on_cancel: Callable[[], object] = lambda: None):
         self.job = job
         self.cancelled = False
         self._on_cancel = on_cancel
@@ -110,7 +102,7 @@ class Backend(Protocol):
     async def stop(self) -> None: ...
 
     def submit(self, jobs: Sequence[Job]) -> list[Answering]:
-        """Take all of them on, or raise :class:`Busy`."""
+        """Take all of them on, or raise :func:`fedweave.serving.protocol.busy`."""
 
     @property
     def running(self) -> int: ...

@@ -20,7 +20,8 @@ import torch
 from fedweave.inference.model import FedWeaveModel
 from fedweave.inference.rows import Row, RunningBatch
 from fedweave.router.mlp import sparsify
-from fedweave.serving.jobs import Answering, Busy, Ended, Failed, Job, Limits, Piece, Routed
+from fedweave.serving.jobs import Answering, Ended, Failed, Job, Limits, Piece, Routed
+from fedweave.serving.protocol import busy
 
 
 class LocalBackend:
@@ -69,7 +70,7 @@ class LocalBackend:
         with self._wake:
             if len(self._arrived) + len(jobs) > self.limits.max_queue:
                 ahead = (len(self._arrived) + len(self._active)) / self.limits.max_batch
-                raise Busy(max(1, math.ceil(ahead * self._mean_seconds)))
+                raise busy(max(1, math.ceil(ahead * self._mean_seconds)))
             self._arrived.extend(answerings)
             self._wake.notify()
         return answerings

@@ -45,7 +45,6 @@ class Lane:
     phi: torch.Tensor | None  # [Q] the router it starts with; None: gates are given, or one expert has weight 1
     key: tuple[int | str, ...]  # names this job for dropout
     trainable: torch.Tensor | None = None  # [P] bool; None trains all columns
-    train_router: bool = True
     gates: torch.Tensor | None = None  # [n, M] of every example, where no router makes them
 
     def examples(self, step: int) -> list[Encoded]:

@@ -15,7 +15,6 @@ import numpy as np
 import torch
 
 import fedweave
-from fedweave.backbone.encode import encode
 from fedweave.backbone.features import cached_features
 from fedweave.backbone.load import Backbone, load_backbone
 from fedweave.backbone.prompts import PromptFormat
@@ -147,7 +146,7 @@ class Site:
             raise UserError(f"{config.method} is told every task label: it runs in simulations only.")
         parts = []
         for rows in self.source.rows(config, index):
-            kept, encoded = encode(backbone, rows, config.data.long_answers, self.console)
+            kept, encoded = backbone.prompts.encode_fitting(rows, config.data.long_answers, self.console.warn)
             if labels:
                 tasks = torch.tensor([labels.index(row.task) for row in kept], dtype=torch.long)
                 features = torch.nn.functional.one_hot(tasks, len(labels)).float()

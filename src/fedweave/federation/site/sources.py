@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
-from typing import Protocol
 
 from fedweave.config import BackboneConfig, Config
 from fedweave.data import load_data
@@ -15,34 +14,20 @@ from fedweave.federation.site.settings import SiteConfig
 from fedweave.streams import stream_key
 
 
-class Source(Protocol):
-    """What differs between a real site and a simulated one."""
-
-    name: str
-    state: Path | None  # where private parameters are kept; None: in memory
-
-    def backbone(self, config: BackboneConfig) -> BackboneConfig:
-        """The federation's backbone as this site loads it."""
-
-    def rows(self, config: Config, index: int) -> tuple[list[Example], list[Example]]:
-        """Training and validation rows of client ``index``."""
-
-    def labels(self, config: Config) -> list[str] | None:
-        """The names of all tasks, for upper bounds that are told them; None: a real site knows no such list."""
-
-
 class OwnFiles:
     """A real site."""
 
     def __init__(self, site: SiteConfig):
         self.site, self.name = site, site.name
-        self.state: Path | None = Path(site.state)
+        self.state: Path | None = Path(site.state)  # where private parameters are kept; None: in memory
 
     def backbone(self, config: BackboneConfig) -> BackboneConfig:
+        """The federation's backbone as this site loads it."""
         own = self.site.backbone
         return replace(config, model=own.model, revision=own.revision, device=own.device, dtype=own.dtype)
 
     def rows(self, config: Config, index: int) -> tuple[list[Example], list[Example]]:
+        """Training and validation rows of client ``index``."""
         rows = read_examples(_existing(self.site.data, "data"))
         if not rows:
             raise UserError(f"{self.site.data} is empty; add examples.")
@@ -53,6 +38,7 @@ class OwnFiles:
         return hold_out(rows, ["validation"], held, config.data.holdout, key), held["validation"]
 
     def labels(self, config: Config) -> list[str] | None:
+        """The names of all tasks, for upper bounds that are told them; a real site knows no such list."""
         return None
 
 
@@ -73,6 +59,9 @@ class Share:
 
     def labels(self, config: Config) -> list[str] | None:
         return list(self.data.tasks)
+
+
+Source = OwnFiles | Share
 
 
 def _existing(name: str, key: str) -> Path:
