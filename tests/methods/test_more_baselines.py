@@ -13,7 +13,7 @@ from fedweave.experts.layout import AdapterLayout
 from fedweave.federation.client import Client
 from fedweave.federation.rounds import federate, one_round
 from fedweave.methods import build_method
-from fedweave.methods.fedrouter import nearest_router
+from fedweave.methods.several import nearest_router
 from fedweave.methods.single import refactored
 from fedweave.settings import to_tree
 from fedweave.training.batch import ClientData

@@ -11,7 +11,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import islice
 
 import numpy as np
 import torch
@@ -19,16 +18,6 @@ import torch.nn.functional as F
 
 from fedweave.experts.layout import AdapterLayout
 from fedweave.streams import stream_key
-from fedweave.training.batch import ClientData, Lane
-from fedweave.training.schedule import bucket_batches
-
-
-def warmup_lane(
-    data: ClientData, bucket: np.ndarray, start: torch.Tensor, steps: int, batch_size: int, *key: int | str
-) -> Lane:
-    """The job that warms one bucket up, from the common initialisation ``start`` [P of one expert]."""
-    batches = bucket_batches(bucket, batch_size, stream_key("warmup", *key))
-    return Lane(data, list(islice(batches, steps)), start, None, ("warmup", *key))
 
 
 @dataclass(frozen=True)

@@ -8,11 +8,12 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
+from itertools import islice
 
 import torch
 
 from fedweave.config import Config
-from fedweave.discovery.signatures import Signatures, warmup_lane
+from fedweave.discovery.signatures import Signatures
 from fedweave.errors import UserError
 from fedweave.experts.layout import AdapterLayout
 from fedweave.federation.client import Client
@@ -21,6 +22,9 @@ from fedweave.federation.message import Facts, Message, Refused
 from fedweave.federation.method import Method
 from fedweave.federation.steps import Answer, Asked, Figure, Part, Step, adam_reach
 from fedweave.federation.train import EXPERTS, expert_name
+from fedweave.streams import stream_key
+from fedweave.training.batch import Lane
+from fedweave.training.schedule import bucket_batches
 
 
 @dataclass
@@ -67,19 +71,20 @@ class Discover(Step[Prototypes]):
         discovery = self.config.discovery
         signer = self.signer(AdapterLayout.of(compute.layers, self.config.experts.rank, 1))
         start = first_adapter(signer.layout, self.config.seed)
-        jobs = [(client, c) for client in clients for c in range(len(client.buckets))]
-        lanes = [
-            warmup_lane(
-                client.data, client.buckets[c], start, discovery.warmup_steps, discovery.warmup_batch,
-                self.config.seed, client.index, c,
-            )
-            for client, c in jobs
-        ]  # fmt: skip
+        lanes, owners = [], []
+        for client in clients:
+            for c, bucket in enumerate(client.buckets):
+                key = ("warmup", self.config.seed, client.index, c)
+                batches = islice(
+                    bucket_batches(bucket, discovery.warmup_batch, stream_key(*key)), discovery.warmup_steps
+                )
+                lanes.append(Lane(client.data, list(batches), start, None, key))
+                owners.append(client)
         compute.adapters = VectorBuffer(signer.layout.size)
         # a few steps, once: to record them would take longer than to run them
         training = replace(self.config.training, lr=warmup_rate(self.config), cuda_graphs=False)
         trained = compute.train(signer.layout, None, lanes, "warmup", training=training)
-        for (client, _), result in zip(jobs, trained, strict=True):
+        for client, result in zip(owners, trained, strict=True):
             adapter = start + result.delta_theta.cpu()
             if not torch.isfinite(adapter).all():
                 raise UserError(f"the warmup of {client.name!r} gave NaN or infinity; lower discovery.warmup_lr.")
