@@ -16,7 +16,6 @@ from fedweave.errors import UserError
 
 
 def write_atomic(path: Path, content: str | bytes) -> None:
-    """Replace a small file in one step."""
     try:
         with atomic_file(path) as partial:
             _write(partial, content)

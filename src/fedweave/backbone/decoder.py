@@ -56,8 +56,6 @@ class Decoder:
 
 
 class _Layer:
-    """One decoder layer."""
-
     def __init__(self, layer: LlamaDecoderLayer):
         attention, mlp = layer.self_attn, layer.mlp
         self.attention = attention

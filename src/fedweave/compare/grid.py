@@ -33,8 +33,6 @@ _KEYS = ["recipe", "axes", "set", "per", "best_of", "tables"]
 
 @dataclass
 class Comparison:
-    """What to run."""
-
     recipe: str
     axes: dict[str, list[object]]  # config key -> values
     settings: list[str] = field(default_factory=list)  # overrides of every cell
@@ -45,8 +43,6 @@ class Comparison:
 
 @dataclass
 class Cell:
-    """One run of the grid."""
-
     values: dict[str, object]  # axis -> value
     config: Config
     folder: Path
@@ -134,8 +130,6 @@ def cells(comparison: Comparison, output: Path) -> list[Cell]:
 
 @dataclass
 class Outcome:
-    """What became of a grid."""
-
     finished: list[tuple[Cell, Summary]] = field(default_factory=list)
     folders: list[Path] = field(default_factory=list)  # of the finished; may be another grid's
     failures: list[str] = field(default_factory=list)  # a sentence each

@@ -31,7 +31,6 @@ class Figure:
         return list(self.by_seed.values())
 
     def over(self, seeds: Sequence[int]) -> list[float]:
-        """Its values for these seeds."""
         return [self.by_seed[seed] for seed in seeds if seed in self.by_seed]
 
     @property
@@ -259,7 +258,6 @@ def _decorate(figure: Figure | None, rank: int | None, bold: str, underline: str
 
 
 def as_csv(results: Results) -> str:
-    """One line per row and column."""
     out = io.StringIO()
     writer = csv.writer(out)
     writer.writerow([*results.axes, "quantity", "mean", "standard deviation", "seeds"])

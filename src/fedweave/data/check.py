@@ -35,8 +35,6 @@ class Length:
 
 
 class Reader(Protocol):
-    """Who reads the rows: a model, or nobody yet."""
-
     unit: str
 
     def lengths(self, rows: Sequence[Example]) -> list[Length]: ...

@@ -25,8 +25,6 @@ FEW_ANSWERS = 20  # a task with no more different answers than that is a choice,
 
 @dataclass(frozen=True)
 class Entry:
-    """One row of tasks.jsonl."""
-
     task: Task  # its metric is empty until its answers have been seen, unless the row names one
     category: str
     unseen: bool
@@ -37,8 +35,6 @@ class Entry:
 
 @dataclass
 class TaskFolder:
-    """All rows of a folder, by task."""
-
     pools: dict[str, Pool]
     unseen: dict[str, Pool]
     tasks: dict[str, Task]

@@ -55,7 +55,6 @@ def load_own(config: Config, complain: Complain = refuse) -> FederatedData:
 
 
 def read_examples(path: Path, fields: Fields | None = None, complain: Complain = refuse) -> list[Example]:
-    """The rows of one file as examples."""
     return [example for _, example in _read(path, fields or {}, complain, by_client=False)]
 
 

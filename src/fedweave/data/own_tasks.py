@@ -41,8 +41,6 @@ MOST_LABELS = 100
 
 @dataclass(frozen=True)
 class TaskSettings:
-    """One entry of tasks.yaml."""
-
     metric: str = setting("auto", f"auto, {', '.join(NAMES)}.")
     title: str | None = setting(None, "As shown in tables.")
     max_new_tokens: int | None = setting(None, "Longest answer; evaluation.max_new_tokens when empty.", low=1)

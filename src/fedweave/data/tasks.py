@@ -18,8 +18,6 @@ SPLITS = ("train", "validation", "test")
 
 @dataclass(frozen=True)
 class TaskSource:
-    """One task's data set."""
-
     task: Task
     hub: str
     hub_config: str | None

@@ -41,7 +41,6 @@ class Request:
 
 
 def check_wording(template: object, where: str) -> str:
-    """A template a user wrote."""
     if not isinstance(template, str) or "{text}" not in template:
         raise UserError(f"{where}: a wording must be a text with {{text}} in it, not {template!r}.")
     return template

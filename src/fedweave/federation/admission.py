@@ -47,8 +47,6 @@ Sealed = Message | Callable[[], Message]  # a reply that nobody has opened yet i
 
 
 class Door(Generic[R]):
-    """Opens the replies to one question."""
-
     def __init__(
         self,
         config: Config,
@@ -105,7 +103,6 @@ class Door(Generic[R]):
     # ---------------------------------------------------------------------------------- tensors
 
     def _specs(self, parts: Mapping[str, Part], message: Message) -> dict[str, Spec]:
-        """What must travel for these parts."""
         specs: dict[str, Spec] = {}
         for name, part in parts.items():
             if part.rounded:
@@ -168,7 +165,6 @@ class Door(Generic[R]):
 
 
 def refusal(name: str, question: str, why: str) -> str:
-    """The sentence an operator reads."""
     return f"{name}'s answer to {question} was refused: {why}"
 
 

@@ -56,7 +56,6 @@ class Compute:
             self._mixture = self._trainer = None
 
     def cluster(self, clients: Sequence[Client]) -> list[Buckets]:
-        """Every client clusters its own features."""
         progress = self.console.progress("clustering", len(clients), "clients")
         # scikit-learn takes 32-bit seeds
         seeds = [stream_key("clusters", self.config.seed, client.index) % 2**32 for client in clients]

@@ -15,16 +15,12 @@ _MOST_LAYERS, _WIDEST, _LONGEST_NAME = 100_000, 2**24, 80
 
 @dataclass
 class Shape:
-    """A linear layer that is elsewhere."""
-
     in_features: int
     out_features: int
 
 
 @dataclass
 class Introduction:
-    """A site and its model."""
-
     name: str
     version: str
     fingerprint: str

@@ -38,7 +38,6 @@ class Message:
 
     @property
     def size(self) -> int:
-        """Bytes of the tensors."""
         return tensor_bytes(self.tensors.values())
 
     def to_bytes(self) -> bytes:

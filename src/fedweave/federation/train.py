@@ -45,8 +45,6 @@ class Update:
 
 
 class Train(Step[Update]):
-    """One round at the clients."""
-
     name = "train"
 
     def __init__(self, method: Method):

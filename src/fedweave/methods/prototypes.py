@@ -48,7 +48,6 @@ class Discover(Step[Prototypes]):
         self.method, self.config, self.signed = method, method.config, signed
 
     def signer(self, layout: AdapterLayout) -> Signatures:
-        """What clients and server agree on."""
         return Signatures(layout, self.config.discovery.sketch, self.config.seed)
 
     # ---------------------------------------------------------------------------------- client side

@@ -17,8 +17,6 @@ from fedweave.errors import UserError
 
 @dataclass(frozen=True)
 class RouterLayout:
-    """Shapes of a router over M experts."""
-
     width: int  # d
     hidden: int  # h
     experts: int  # M

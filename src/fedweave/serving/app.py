@@ -24,8 +24,6 @@ ROUTED = "fedweave"  # the model name that leaves the choice to the router
 
 
 class Api:
-    """Requests to jobs, events to responses."""
-
     def __init__(self, backbone: Backbone, experts: int, backend: Backend, limits: Limits):
         self.backbone, self.backend, self.limits = backbone, backend, limits
         self.names = [ROUTED, *(f"expert_{m}" for m in range(experts))]

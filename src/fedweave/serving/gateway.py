@@ -40,8 +40,6 @@ class _Chunk(TypedDict, total=False):
 
 
 class Gateway:
-    """A backend that asks another server."""
-
     def __init__(self, model: FedWeaveModel, limits: Limits, url: str, key: str | None = None):
         self.model, self.limits = model, limits
         self.url = url.rstrip("/").removesuffix("/v1")

@@ -73,7 +73,6 @@ class Answering:
         self._events: asyncio.Queue[Event] = asyncio.Queue()
 
     def tell(self, event: Event) -> None:
-        """Called by the backend."""
         if not self._loop.is_closed():
             self._loop.call_soon_threadsafe(self._events.put_nowait, event)
 
@@ -95,8 +94,6 @@ class Answering:
 
 
 class Backend(Protocol):
-    """Whatever answers jobs."""
-
     def start(self) -> None: ...
 
     async def stop(self) -> None: ...

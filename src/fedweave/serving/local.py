@@ -25,8 +25,6 @@ from fedweave.serving.protocol import busy
 
 
 class LocalBackend:
-    """Answers jobs with the experts of this process."""
-
     def __init__(self, model: FedWeaveModel, limits: Limits):
         self.model, self.limits = model, limits
         self.batch = self._new_batch()

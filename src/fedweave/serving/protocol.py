@@ -178,7 +178,6 @@ class Reply:
 
 
 def event(content: Json) -> str:
-    """One server-sent event."""
     return f"data: {json.dumps(content, ensure_ascii=False)}\n\n"
 
 

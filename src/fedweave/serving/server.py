@@ -21,8 +21,6 @@ from fedweave.serving.local import LocalBackend
 
 @dataclass(frozen=True)
 class ServerSettings:
-    """Where and for whom."""
-
     host: str = "127.0.0.1"
     port: int = 8000
     key: str | None = None

@@ -123,7 +123,6 @@ class StepBatch:
 def build_batch(
     lanes: Sequence[Lane], step: int, dropout: float, device: torch.device, capacity: Capacity | None = None
 ) -> StepBatch:
-    """The batch of one step, on ``device``."""
     chosen = [lane.examples(step) for lane in lanes]
     rows = [e for lane in chosen for e in lane]
     owner = np.repeat(np.arange(len(lanes)), [len(lane) for lane in chosen])

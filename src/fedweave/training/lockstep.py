@@ -32,8 +32,6 @@ _OVERLAP = 1.4  # launching and running hide each other only in part where they 
 
 @dataclass
 class LaneResult:
-    """What a lane learned."""
-
     delta_theta: torch.Tensor  # [P]
     delta_phi: torch.Tensor | None  # [Q]
     losses: list[float]  # of every step
@@ -168,8 +166,6 @@ class LaneGroup:
 
 
 class LockstepTrainer:
-    """Trains lanes on one device."""
-
     def __init__(
         self,
         backbone: Backbone,

@@ -55,7 +55,6 @@ class Engine(ABC):
     # ---------------------------------------------------------------------------------- who is there
 
     def present(self) -> Sequence[Any]:
-        """The clients that can be asked now."""
         return self.members
 
     def newcomers(self) -> Sequence[Any]:

@@ -41,7 +41,6 @@ class InProcessEngine(Engine):
         yield from self.answers(step, asked, question)
 
     def answers(self, step: Reply, asked: Sequence[Asked], question: Message) -> Iterator[tuple[Client, Message]]:
-        """What these clients send, one by one."""
         assert isinstance(step, Step)
         together = step.together or max(1, len(asked))
         for start in range(0, len(asked), together):

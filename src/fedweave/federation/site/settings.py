@@ -40,8 +40,6 @@ class LinkSettings:
 
 @dataclass(frozen=True)
 class SiteConfig:
-    """One site."""
-
     name: str = setting("", "The site's name in the federation; it must not change.")
     data: str = setting("", "JSONL file of training rows.")
     validation: str | None = setting(None, "JSONL file to validate on; without it a share of data is kept back.")

@@ -78,8 +78,6 @@ class Session:
 
 
 class Site:
-    """Answers the server's questions."""
-
     def __init__(self, source: Source, models: Models, build_method: BuildMethod, console: Console):
         self.source, self.models, self.build_method, self.console = source, models, build_method, console
         self.session: Session | None = None
