@@ -3,8 +3,6 @@
 Each is written under another name, forced to the disk and renamed, so that it exists whole or not at all.
 """
 
-from __future__ import annotations
-
 import hashlib
 import os
 import shutil

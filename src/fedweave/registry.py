@@ -1,7 +1,5 @@
 """Federated methods by name: the module and class of each. Nothing is imported until a run needs it."""
 
-from __future__ import annotations
-
 METHODS = {
     "fedweave": "fedweave.methods.fedweave:FedWeave",
     "fedit": "fedweave.methods.single:FedIT",

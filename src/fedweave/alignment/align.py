@@ -4,8 +4,6 @@ Ten thousand prototypes take seconds: one matrix product gives all distances, on
 silhouette is another product.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 

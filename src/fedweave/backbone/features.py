@@ -4,8 +4,6 @@ One feature serves discovery and the router, and the backbone never changes, so 
 prompt and kept on disk under a key of everything that decides its value.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 from collections.abc import Sequence

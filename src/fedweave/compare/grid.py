@@ -6,8 +6,6 @@ setting of that method's cells alone. A finished cell is never run again, not ev
 share it, and an interrupted one is resumed, so a crash loses at most the round that was under way.
 """
 
-from __future__ import annotations
-
 import itertools
 import json
 import time

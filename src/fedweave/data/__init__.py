@@ -1,7 +1,5 @@
 """Examples, where they come from, and how they reach the clients."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 from fedweave.config import Config

@@ -4,8 +4,6 @@ The rows go through the run's own reader, with a complaint box in place of the f
 finds, a run refuses, and what it does not find, a run takes.
 """
 
-from __future__ import annotations
-
 import re
 from collections import Counter
 from collections.abc import Mapping, Sequence

@@ -6,8 +6,6 @@
 ``input``, ``output``. Super-NaturalInstructions comes in this form.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass, replace
 from pathlib import Path
 

@@ -5,8 +5,6 @@ A single file, or a data set ``hf://owner/name``, says in a column ``client`` wh
 are dealt out to ``data.clients`` simulated clients. What no file holds out is kept back from the rows.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path

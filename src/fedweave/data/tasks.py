@@ -1,7 +1,5 @@
 """The paper's four tasks: where their rows come from and how a row becomes a prompt and an answer."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path

@@ -5,8 +5,6 @@ A wording is a template with ``{text}`` (the row's own input) and, where it want
 row, by the seed and the row's origin alone: people ask for the same thing in different words.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass

@@ -86,12 +86,6 @@ class Buckets:
     silhouettes: dict[int, float]
     note: str = ""  # why there is only one bucket, when that was forced
 
-    def labels(self, n: int) -> np.ndarray:
-        labels = np.empty(n, dtype=int)
-        for c, members in enumerate(self.members):
-            labels[members] = c
-        return labels
-
 
 def discover_buckets(
     features: np.ndarray, config: DiscoveryConfig, seed: int, device: torch.device | str = "cpu"

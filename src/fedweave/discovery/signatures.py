@@ -6,8 +6,6 @@ signatures of L blocks with cosine ρ is off by about (1 - ρ²)/√(kL), so tha
 below 0.2/k. For 60 blocks and k = 64 that is 0.016 at worst, and a signature is 8 kB.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property

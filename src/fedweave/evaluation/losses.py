@@ -1,7 +1,5 @@
 """Teacher-forced losses: the mean token NLL of each example's answer, then the mean over examples."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import torch

@@ -8,8 +8,6 @@ the layer, directly where ``backbone/decoder.py`` does. The same code serves thr
 - generation: x [batch, length, in], one state, one gate per row.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass

@@ -4,8 +4,6 @@ A refused reply costs its sender that reply and nobody else anything: averages a
 refusal is one sentence with the client's name and the reason.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field

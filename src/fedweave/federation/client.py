@@ -3,8 +3,6 @@
 The client itself may be anywhere; a ``Member`` is what the server knows of it.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any

@@ -1,7 +1,5 @@
 """What clients of one process compute with: the frozen backbone, experts on it, and the lockstep trainer."""
 
-from __future__ import annotations
-
 import tempfile
 from collections.abc import Iterator, Sequence
 

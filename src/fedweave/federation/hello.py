@@ -1,7 +1,5 @@
 """Hello: who is there, and with which model. The first question to a site, before any of its rows is read."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import torch

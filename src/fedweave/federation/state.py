@@ -1,7 +1,5 @@
 """What the server holds from round to round, and the part of it that it tells its clients."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any

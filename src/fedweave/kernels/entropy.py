@@ -6,8 +6,6 @@ at hand: backward is then one multiplication and nothing is computed twice.
 The logits become their own gradient in place:  z  →  softmax(z) - onehot.
 """
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

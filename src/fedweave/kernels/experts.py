@@ -10,8 +10,6 @@ own gates g [M]. Forward and backward are made of three products over lane segme
 Dropout masks are never written to memory: a mask bit is a hash, cheaper to compute than to read.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Protocol
 

@@ -5,8 +5,6 @@ gated_unit    m = silu(g) · u, where the gate g and u lie side by side in one p
 rotate        qkv [T, (H + 2·H_kv)·D]  →  q [T, H, D],  k [T, H_kv, D],  v [T, H_kv, D], by rotary positions
 """
 
-from __future__ import annotations
-
 from contextlib import AbstractContextManager, nullcontext
 
 import torch

@@ -4,8 +4,6 @@ Row t of a packed batch is multiplied by its own lane's matrix; ``kernels/expert
 Triton kernels is a tile of one lane's tokens.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import torch

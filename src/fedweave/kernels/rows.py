@@ -5,8 +5,6 @@ operation is a call on a CPU, a launch on a GPU. So both products are one Triton
 columns computes the few numbers u = A x for itself, which is cheaper than a second launch.
 """
 
-from __future__ import annotations
-
 import torch
 
 from fedweave.kernels import fused, power_of_two, tl, triton

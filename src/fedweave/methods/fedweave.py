@@ -6,8 +6,6 @@ asks for more (docs/method.md): a part that experts share, labels by the router,
 two ablations of asymmetric aggregation stand below it.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 

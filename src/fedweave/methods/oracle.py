@@ -4,8 +4,6 @@ Features are one-hot task labels (the workspace swaps them in for a method that 
 fixed map from label to expert. All else is FedWeave's: the same start, the same shared part, the same batches.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 

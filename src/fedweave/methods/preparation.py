@@ -4,8 +4,6 @@ The rules of the server, with the questions of :mod:`fedweave.methods.prototypes
 :mod:`fedweave.methods.warm_start`. Methods call them; none needs another method for it.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from typing import Any
 

@@ -3,8 +3,6 @@
 A method says what its units are (clusters of prompts, whole clients, labels); the rest is the same for all.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache

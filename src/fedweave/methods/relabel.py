@@ -5,8 +5,6 @@ sorts single prompts better, and at inference it is the router that sends them. 
 expert that the router picks. An expert that hardly anybody is sent to is dropped; its prompts go to the next best.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 
 import torch

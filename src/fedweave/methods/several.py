@@ -2,8 +2,6 @@
 cluster of their prompts' mean features (FedRouter).
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 

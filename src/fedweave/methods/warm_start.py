@@ -10,8 +10,6 @@ one expert has nothing to tell apart and is not asked. That needs clients whose 
 are linked by no chain of clients, everybody learns over all.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 

@@ -1,7 +1,5 @@
 """Experts and their routers: the one form of a model, from the trainer to checkpoints, bundles and servers."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 
 import torch

@@ -1,7 +1,5 @@
 """Events to responses: the answers to one request, whole or as a stream, for as long as its client is there."""
 
-from __future__ import annotations
-
 import asyncio
 import time
 from collections.abc import AsyncIterator, Awaitable

@@ -1,7 +1,5 @@
 """The HTTP side: requests to jobs, and the routes. It knows of models only how a prompt becomes tokens."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager

@@ -6,8 +6,6 @@ sends the very tokens that the experts were trained on to the upstream's /v1/com
 template comes between.
 """
 
-from __future__ import annotations
-
 import asyncio
 import json
 from collections.abc import AsyncIterator, Sequence

@@ -1,7 +1,5 @@
 """One prompt to answer, and what happens to it: the words in which the app and its backends talk."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass

@@ -6,8 +6,6 @@ submit ─▶ waiting ─▶ route ─▶ running batch ─▶ one token for eve
                                     └── free rows ◀────────────┘ ended, or the client has gone
 """
 
-from __future__ import annotations
-
 import math
 import threading
 import time

@@ -1,7 +1,5 @@
 """Requests and responses as OpenAI clients write and read them."""
 
-from __future__ import annotations
-
 import json
 import time
 import uuid

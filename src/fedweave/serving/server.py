@@ -1,7 +1,5 @@
 """Everything together: load, bind, serve."""
 
-from __future__ import annotations
-
 import asyncio
 import socket
 from collections.abc import Callable

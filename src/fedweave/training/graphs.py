@@ -7,8 +7,6 @@ costs as much as tokens do. Steps differ, since sums have longer answers than la
 recorded, and every step is replayed in the smallest that holds it.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache, reduce

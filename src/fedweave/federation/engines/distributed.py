@@ -5,8 +5,6 @@ to process as messages, one at a time and in the clients' order. All of them the
 the same order as a single process would, and only the first writes the run folder.
 """
 
-from __future__ import annotations
-
 import atexit
 import os
 from collections.abc import Iterator, Mapping, Sequence

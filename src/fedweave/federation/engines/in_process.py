@@ -1,7 +1,5 @@
 """All clients in this process, on one device, trained in lockstep. A site is such an engine with one client."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 

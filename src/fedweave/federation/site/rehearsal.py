@@ -1,7 +1,5 @@
 """``fedweave site check``: every question of a federation once, with nobody listening, and what each would send."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any

@@ -1,7 +1,5 @@
 """What a site decides for itself: where its data and model are, and whom it joins. It never leaves the site."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal

@@ -3,8 +3,6 @@
 Its rows, features, buckets and labels stay in this process; what leaves, leaves by :mod:`fedweave.federation.exit`.
 """
 
-from __future__ import annotations
-
 import copy
 import traceback
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """Where a site's rows and model come from: its own files, or its share of a simulated federation."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Messages as Flower records: tensors in an ArrayRecord, numbers in a MetricRecord, texts in a ConfigRecord."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 

@@ -4,8 +4,6 @@ Every question goes to all sites at once and answers are used as they come. A si
 unknown costs its own answer and nothing else; each is one line for the operator.
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """Starting Flower's own programs: a SuperNode beside a site's worker, and a run at a SuperLink."""
 
-from __future__ import annotations
-
 import ctypes
 import datetime
 import ipaddress

@@ -7,8 +7,6 @@ the network, and an operator's terminal is the server's terminal.
 This is the only module that touches what Flower does not call its public interface; flwr is pinned for it.
 """
 
-from __future__ import annotations
-
 import threading
 import time
 from collections.abc import Callable, Iterator

@@ -1,7 +1,5 @@
 """Between a server and its sites: questions out, replies in, over a Flower Grid."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass

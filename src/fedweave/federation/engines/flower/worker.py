@@ -1,7 +1,5 @@
 """A site's worker: it holds the data and the model and answers what its SuperNode receives."""
 
-from __future__ import annotations
-
 import shlex
 import signal
 from types import FrameType
