@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 
 import fedweave.kernels
-from fedweave.kernels import entropy, layer, products, rows
+from fedweave.kernels import entropy, experts, layer, products
 from fedweave.kernels.attention import sequence_tiles, short_attention
 from fedweave.kernels.dropout import DropoutKeys, keep_mask
 from fedweave.kernels.experts import add_experts
@@ -28,7 +28,7 @@ def version(request, monkeypatch):
     if request.param == "triton" and not fedweave.kernels.fused(torch.zeros(1, device=DEVICE)):
         pytest.skip("needs a CUDA device (or TRITON_INTERPRET=1 and triton)")
     if request.param == "plain":
-        for module in (entropy, layer, products, rows):
+        for module in (entropy, experts, layer, products):
             monkeypatch.setattr(module, "fused", lambda x: False)
     return request.param
 
@@ -186,7 +186,7 @@ def test_experts_on_a_few_rows(version, tokens, n, width, gated):
     joint = leaf(tokens, width + 10, seed=4).detach()
     expected = joint.clone()
     expected[:, 10:] += ((x @ a.T) * (0.5 if wide is None else wide)) @ b
-    rows.add_to_rows(joint[:, 10:], x, a, b, wide, 0.5)
+    experts.add_to_rows(joint[:, 10:], x, a, b, wide, 0.5)
     torch.testing.assert_close(joint, expected, atol=2e-4, rtol=2e-4)
 
 

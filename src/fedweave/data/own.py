@@ -46,10 +46,9 @@ class Gathered:
     notes: list[str] = field(default_factory=list)
 
 
-def load_own(config: Config, complain: Complain = refuse) -> FederatedData:
+def load_own(config: Config) -> FederatedData:
     """Clients, validation and test examples of the data that ``data.path`` names."""
-    gathered = gather(config.data, complain)
-    return divide(config, gathered, complain)
+    return divide(config, gather(config.data))
 
 
 def read_examples(path: Path, fields: Fields | None = None, complain: Complain = refuse) -> list[Example]:
