@@ -120,9 +120,6 @@ class VectorBuffer:
         self._rows: dict[int, list[int]] = {}  # client -> where its vectors lie
         self._file = tempfile.SpooledTemporaryFile(_IN_MEMORY)  # noqa: SIM115 - lives as long as the buffer
 
-    def __len__(self) -> int:
-        return self.count
-
     def __contains__(self, client: int) -> bool:
         return client in self._rows
 

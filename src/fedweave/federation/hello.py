@@ -20,7 +20,6 @@ class Shape:
 @dataclass
 class Introduction:
     name: str
-    version: str
     fingerprint: str
     identity: dict[str, str]  # Backbone.identity
     width: int  # d of the router's features
@@ -46,12 +45,6 @@ class Hello(Reply[Introduction]):
         names, inputs, outputs = figures["layers"], figures["inputs"], figures["outputs"]
         if not len(names) == len(inputs) == len(outputs) == len(set(names)):
             raise Refused("its layers have no proper shapes")
-        shapes: list[Shaped] = [Shape(i, o) for i, o in zip(inputs, outputs, strict=True)]
-        return Introduction(
-            figures["name"],
-            figures["version"],
-            figures["fingerprint"],
-            {part: figures[part] for part in ("backbone", "tokenizer")},
-            figures["width"],
-            dict(zip(names, shapes, strict=True)),
-        )
+        layers: dict[str, Shaped] = {name: Shape(i, o) for name, i, o in zip(names, inputs, outputs, strict=True)}
+        identity = {part: figures[part] for part in ("backbone", "tokenizer")}
+        return Introduction(figures["name"], figures["fingerprint"], identity, figures["width"], layers)

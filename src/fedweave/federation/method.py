@@ -146,15 +146,7 @@ class Method(ABC):
         router = state.router if self.trains_router else None
         results = compute.train(state.layout, router, lanes, f"round {t + 1}", transient=True, pace=self.pace(t))
         for client, result in zip(clients, results, strict=True):
-            yield Update(
-                client.index,
-                result.delta_theta,
-                self.counts(client, state),
-                result.delta_phi,
-                len(client),
-                result.losses,
-                result.tokens,
-            )
+            yield Update(client.index, counts=self.counts(client, state), samples=len(client), **vars(result))
 
     def shared(self, layout: AdapterLayout, t: int) -> torch.Tensor | None:
         """The columns of θ that travel in round t, [P] bool; None: all of them. What a client has of its own in the

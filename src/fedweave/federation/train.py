@@ -133,15 +133,9 @@ class Train(Step[Update]):
         for name, columns in self.columns(layout, theta.device, asked.question.facts["t"]).items():
             if (part := parts.get(name)) is not None:
                 delta[columns] = part
-        return Update(
-            asked.member.index,
-            delta,
-            torch.tensor(figures["counts"], dtype=torch.float32),
-            parts.get(ROUTER),
-            int(figures["samples"]),
-            figures["losses"],
-            int(figures["tokens"]),
-        )
+        counts = torch.tensor(figures["counts"], dtype=torch.float32)
+        samples, tokens = int(figures["samples"]), int(figures["tokens"])
+        return Update(asked.member.index, delta, counts, parts.get(ROUTER), samples, figures["losses"], tokens)
 
     def broadcast_size(self, layout: AdapterLayout, router: RouterLayout | None, t: int) -> int:
         """Bytes that a participant needs of round t's broadcast: the columns that the server may have moved since

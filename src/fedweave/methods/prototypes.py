@@ -109,12 +109,9 @@ class Discover(Step[Prototypes]):
         return {"signatures": Part(shape, signer.dtype, summed=False)}
 
     def read(self, asked: Asked, parts: dict[str, torch.Tensor], figures: Facts) -> Prototypes:
-        return Prototypes(
-            [int(n) for n in figures["sizes"]],
-            parts.get("signatures", torch.empty(0, 0)),
-            figures["note"],
-            dict(zip(map(int, figures["tried"]), figures["silhouettes"], strict=True)),
-        )
+        sizes, signatures = [int(n) for n in figures["sizes"]], parts.get("signatures", torch.empty(0, 0))
+        silhouettes = dict(zip(map(int, figures["tried"]), figures["silhouettes"], strict=True))
+        return Prototypes(sizes, signatures, figures["note"], silhouettes)
 
 
 Start = list[tuple[int, torch.Tensor, float]]  # (expert, mean of warmup adapters [P of one expert], buckets)

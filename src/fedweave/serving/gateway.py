@@ -124,17 +124,15 @@ class Gateway:
                 if not future.done():  # the client may have gone
                     future.set_result(row)
 
-    async def _weights(self, job: Job) -> list[float]:
-        future: asyncio.Future[list[float]] = asyncio.get_running_loop().create_future()
-        self._to_route.put_nowait((job, future))
-        return await future
-
     # ---------------------------------------------------------------------------------- forwarding
 
     async def _ask(self, job: Job, answering: Answering) -> None:
-        weights = await self._weights(job) if job.expert is None else None
-        expert = job.expert if weights is None else weights.index(max(weights))
-        assert expert is not None
+        expert, weights = job.expert, None
+        if expert is None:
+            future: asyncio.Future[list[float]] = asyncio.get_running_loop().create_future()
+            self._to_route.put_nowait((job, future))
+            weights = await future
+            expert = weights.index(max(weights))
         text = AnswerText(self.model.backbone.tokenizer, trim=job.trim)
         reason, tokens, begun = "stop", 0, False
         async for chunk in self._chunks(self._request(job, expert)):
