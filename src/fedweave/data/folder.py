@@ -12,8 +12,7 @@ from pathlib import Path
 from fedweave.data.examples import Example, Task
 from fedweave.data.files import Row, read_rows
 from fedweave.data.rows import RESERVED
-from fedweave.data.tasks import Pool
-from fedweave.data.wordings import WORDINGS, Request, check_wording, choose, render
+from fedweave.data.tasks import WORDINGS, Pool, Request, check_wording, choose, render
 from fedweave.errors import UserError, nearest
 from fedweave.metrics.scores import METRICS
 

@@ -1,4 +1,5 @@
-"""A site answers questions: the same client code as in a simulation, on one client.
+"""A site answers questions: the same client code as in a simulation, on one client. Its rows and its model are its
+own files, or its share of a simulated federation.
 
 Its rows, features, buckets and labels stay in this process; what leaves, leaves by :mod:`fedweave.federation.exit`.
 """
@@ -6,7 +7,7 @@ Its rows, features, buckets and labels stay in this process; what leaves, leaves
 import copy
 import traceback
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import numpy as np
@@ -18,6 +19,9 @@ from fedweave.backbone.load import Backbone, load_backbone
 from fedweave.backbone.prompts import PromptFormat
 from fedweave.config import BackboneConfig, Config, from_tree
 from fedweave.console import Console
+from fedweave.data import load_data
+from fedweave.data.examples import Example
+from fedweave.data.own import hold_out, read_examples
 from fedweave.errors import UserError, first_line
 from fedweave.federation.checkpoint import load_checkpoint, save_checkpoint
 from fedweave.federation.client import Client
@@ -25,13 +29,71 @@ from fedweave.federation.engines.in_process import InProcessEngine
 from fedweave.federation.hello import Hello
 from fedweave.federation.message import Message
 from fedweave.federation.method import Method
-from fedweave.federation.site.sources import Source
+from fedweave.federation.site.settings import SiteConfig
 from fedweave.federation.steps import Asked
 from fedweave.settings import read_yaml
+from fedweave.streams import stream_key
 from fedweave.training.batch import ClientData
 
 BuildMethod = Callable[[Config], Method]
 _MEMORY = "memory"  # the site's own folder for what nobody else has
+
+
+class OwnFiles:
+    """A real site."""
+
+    def __init__(self, site: SiteConfig):
+        self.site, self.name = site, site.name
+        self.state: Path | None = Path(site.state)  # where private parameters are kept; None: in memory
+
+    def backbone(self, config: BackboneConfig) -> BackboneConfig:
+        """The federation's backbone as this site loads it."""
+        own = self.site.backbone
+        return replace(config, model=own.model, revision=own.revision, device=own.device, dtype=own.dtype)
+
+    def rows(self, config: Config, index: int) -> tuple[list[Example], list[Example]]:
+        """Training and validation rows of client ``index``."""
+        rows = read_examples(_existing(self.site.data, "data"))
+        if not rows:
+            raise UserError(f"{self.site.data} is empty; add examples.")
+        if self.site.validation:
+            return rows, read_examples(_existing(self.site.validation, "validation"))
+        held: dict[str, list[Example]] = {"validation": []}
+        key = stream_key("holdout", config.seed, index)
+        return hold_out(rows, ["validation"], held, config.data.holdout, key), held["validation"]
+
+    def labels(self, config: Config) -> list[str] | None:
+        """The names of all tasks, for upper bounds that are told them; a real site knows no such list."""
+        return None
+
+
+class Share:
+    """Client ``index`` of a simulation; the validation examples are dealt out, so that their mean is the same."""
+
+    state: Path | None = None
+
+    def __init__(self, config: Config, index: int):
+        self.config, self.data = config, load_data(config)
+        self.index, self.name = index, list(self.data.clients)[index]
+
+    def backbone(self, config: BackboneConfig) -> BackboneConfig:
+        return config
+
+    def rows(self, config: Config, index: int) -> tuple[list[Example], list[Example]]:
+        return self.data.clients[self.name], self.data.validation[self.index :: len(self.data.clients)]
+
+    def labels(self, config: Config) -> list[str] | None:
+        return list(self.data.tasks)
+
+
+Source = OwnFiles | Share
+
+
+def _existing(name: str, key: str) -> Path:
+    path = Path(name)
+    if not path.is_file():
+        raise UserError(f"{key}: there is no file {path}.")
+    return path
 
 
 class Models:
