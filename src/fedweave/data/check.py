@@ -50,7 +50,7 @@ class Characters:
 
     def show(self, row: Example) -> str:
         turns = [{"role": "user", "content": row.prompt}] if isinstance(row.prompt, str) else row.prompt
-        return "\n".join(f"[{m['role']}] {m['content']}" for m in [*turns, _answer(row)])
+        return "\n".join(f"[{m['role']}] {m['content']}" for m in turns) + f"\n[assistant] {row.response}"
 
 
 @dataclass
@@ -224,7 +224,3 @@ def _texts(row: Example) -> list[str]:
     """All that a row says, the answer last."""
     prompt = [row.prompt] if isinstance(row.prompt, str) else [m["content"] for m in row.prompt]
     return [*prompt, row.response]
-
-
-def _answer(row: Example) -> dict[str, str]:
-    return {"role": "assistant", "content": row.response}

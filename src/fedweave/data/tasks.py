@@ -42,12 +42,6 @@ class Request:
     short: str = ""  # the instruction in a few words; its first sentence where there are none
 
 
-def check_wording(template: object, where: str) -> str:
-    if not isinstance(template, str) or "{text}" not in template:
-        raise UserError(f"{where}: a wording must be a text with {{text}} in it, not {template!r}.")
-    return template
-
-
 def render(template: str, request: Request) -> str:
     """The prompt. Braces in a row's own text stay what they are."""
     short = request.short or re.split(r"(?<=[.!?])\s", request.instruction.strip(), maxsplit=1)[0]

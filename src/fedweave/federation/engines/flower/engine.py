@@ -129,12 +129,10 @@ class FlowerEngine(Engine):
                     "federation.patience."
                 )
             if waited >= said:
-                self.console.say(f"waiting for {what}; here: {', '.join(sorted(self._names())) or 'nobody'}")
+                here = sorted(site.name for site in [*self._here(), *self._waiting.values()])
+                self.console.say(f"waiting for {what}; here: {', '.join(here) or 'nobody'}")
                 said = waited + 30
             time.sleep(4 * POLL)
-
-    def _names(self) -> list[str]:
-        return [client.name for client in [*self._here(), *self._waiting.values()]]
 
     def _look_around(self) -> None:
         """Greet new nodes and notice those that went away."""
