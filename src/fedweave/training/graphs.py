@@ -46,11 +46,6 @@ class Recording:
     batch: StepBatch
     losses: torch.Tensor  # [K]
 
-    def run(self, batch: StepBatch) -> torch.Tensor:
-        self.batch.load(batch)
-        self.graph.replay()
-        return self.losses.clone()
-
 
 class GraphedSteps:
     """Recordings of one step, by capacity. They share memory, since only one runs at a time."""
@@ -105,4 +100,7 @@ class GraphedSteps:
 
     def run(self, batch: StepBatch, capacity: Capacity) -> torch.Tensor:
         """Replay on a batch of this capacity; returns the lanes' losses, [K]."""
-        return self._recordings[capacity].run(batch)
+        recording = self._recordings[capacity]
+        recording.batch.load(batch)
+        recording.graph.replay()
+        return recording.losses.clone()
