@@ -13,24 +13,13 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
-from fedweave.alignment.align import align
 from fedweave.config import Config
 from fedweave.errors import UserError
-from fedweave.federation.client import Client, Member
+from fedweave.federation.client import Client
 from fedweave.federation.compute import Compute
-from fedweave.federation.engines.base import Engine
-from fedweave.federation.method import Method, Payload, Sizes, Units
-from fedweave.federation.state import ServerState
-from fedweave.federation.steps import Step
+from fedweave.federation.method import Payload, Sizes, Units
 from fedweave.federation.train import Update
-from fedweave.methods.preparation import (
-    Align,
-    admit_by_signature,
-    continue_experts,
-    mixture_payload,
-    prepare_experts,
-)
-from fedweave.methods.prototypes import Discover, StartExperts
+from fedweave.methods.preparation import Aligned, mixture_payload
 from fedweave.methods.relabel import Relabel, picked
 from fedweave.methods.warm_start import WarmRouter
 from fedweave.router.routed import RoutedExperts
@@ -38,32 +27,17 @@ from fedweave.training.batch import Lane
 from fedweave.training.schedule import allot_steps, local_schedule
 
 
-class FedWeave(Method):
+class FedWeave(Aligned):
     summary = "prototype-level experts, one client-level router (the paper's method)"
-    discovers = True
     units: Units = staticmethod(Compute.cluster)  # clusters of a client's own prompt features
 
     def __init__(self, config: Config):
         super().__init__(config)
-        self.discover = Discover(self)
         self.warm = WarmRouter(config)
-        self.start = StartExperts(self.discover) if config.experts.start == "warmup" else None
+        self.start = self.start if config.experts.start == "warmup" else None
         self.relabel = Relabel(config) if config.experts.labels == "router" else None
+        self.shared_rank = config.experts.shared_rank
         self.trains_router = config.router.training == "soft"
-        self.align: Align = align
-
-    def steps(self) -> list[Step]:
-        asked: list[Step | None] = [self.discover, self.start, self.warm, self.relabel, *super().steps()]
-        return [step for step in asked if step is not None]
-
-    def prepare(self, engine: Engine, start: RoutedExperts | None = None) -> ServerState:
-        if start is not None:
-            return continue_experts(engine, self.discover, start)
-        shared = self.config.experts.shared_rank
-        return prepare_experts(engine, self.discover, self.start, self.align, self.warm, self.relabel, shared)
-
-    def admit(self, engine: Engine, state: ServerState, newcomer: Member) -> str:
-        return admit_by_signature(engine, self.discover, state, newcomer)
 
     def labels(self, client: Client, state: RoutedExperts) -> torch.Tensor:
         """Made anew in every round from what was broadcast, so that no client needs to remember them."""

@@ -10,29 +10,19 @@ import torch
 import torch.nn.functional as F
 
 from fedweave.aggregation.rules import ClientAverage, ExpertAverage
-from fedweave.alignment.align import align
 from fedweave.config import Config
 from fedweave.federation.admission import Receipts
 from fedweave.federation.client import Client, Member
 from fedweave.federation.compute import Compute
 from fedweave.federation.engines.base import Engine
 from fedweave.federation.message import Facts, Message
-from fedweave.federation.method import Method, Payload, Sizes
+from fedweave.federation.method import Payload, Sizes
 from fedweave.federation.state import ServerState
-from fedweave.federation.steps import Answer, Asked, Part, Step
+from fedweave.federation.steps import Answer, Asked, Part
 from fedweave.federation.train import Update
 from fedweave.methods.fedweave import FedWeave
-from fedweave.methods.preparation import (
-    Align,
-    admit_by_signature,
-    assign,
-    continue_experts,
-    discover_units,
-    mixture_payload,
-    preparation_bytes,
-    prepare_experts,
-)  # fmt: skip
-from fedweave.methods.prototypes import Discover, StartExperts
+from fedweave.methods.preparation import Aligned, assign, discover_units, mixture_payload, preparation_bytes
+from fedweave.methods.prototypes import Discover
 from fedweave.methods.single import SingleAdapter
 from fedweave.router.mlp import RouterLayout
 from fedweave.router.routed import RoutedExperts
@@ -43,7 +33,7 @@ from fedweave.training.schedule import local_schedule
 _LOOKED_AT = 64  # examples that a client judges the adapters by
 
 
-class FedLEASE(Method):
+class FedLEASE(Aligned):
     """Client clusters are the unit. One expert and one router per cluster of clients: a client trains its cluster's
     expert, beside the other, frozen ones, and its cluster's router, and both are averaged within the cluster. For
     global evaluation the cluster routers vote, weighted by their clients' sample share. (The original's per-token,
@@ -52,31 +42,17 @@ class FedLEASE(Method):
 
     summary = "baseline: one expert and one router per cluster of clients"
     own_routing = "soft"  # experts are trained side by side with the frozen others, and used so
-    discovers = True
-
-    def __init__(self, config: Config):
-        super().__init__(config)
-        self.discover = Discover(self)
-        self.start = StartExperts(self.discover)
-        self.align: Align = align
-
-    def steps(self) -> list[Step]:
-        return [self.discover, self.start, *super().steps()]
 
     def prepare(self, engine: Engine, start: RoutedExperts | None = None) -> ServerState:
+        state = super().prepare(engine, start)  # no warm start: within a cluster there is only one label to learn
         if start is not None:
-            return continue_experts(engine, self.discover, start)
-        # within a cluster there is only one label to learn: no warm start
-        state = prepare_experts(engine, self.discover, self.start, self.align, warm=None)
+            return state
         assert state.phi is not None
         sizes = [0.0] * state.layout.experts
         for member in engine.members:
             sizes[member.assignment[0]] += len(member)
         shares = [size / sum(sizes) for size in sizes]
         return replace(state, phi=state.phi.repeat(state.layout.experts, 1), shares=shares)
-
-    def admit(self, engine: Engine, state: ServerState, newcomer: Member) -> str:
-        return admit_by_signature(engine, self.discover, state, newcomer)
 
     def lane(self, client: Client, state: RoutedExperts, t: int) -> Lane:
         assert state.phi is not None
