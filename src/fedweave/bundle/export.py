@@ -15,7 +15,9 @@ import json
 import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import asdict
 from pathlib import Path
+from typing import cast
 
 import torch
 from safetensors.torch import save_file
@@ -25,7 +27,7 @@ from fedweave.bundle.card import Origin, merged_card, model_card, soft_card
 from fedweave.errors import UserError
 from fedweave.files import atomic_folder, file_sha256
 from fedweave.inference.model import FedWeaveModel
-from fedweave.router.mlp import RouterLayout
+from fedweave.router.routed import SHARED
 from fedweave.schema import Description, RouterShape
 from fedweave.settings import to_tree
 
@@ -41,6 +43,10 @@ def write_bundle(target: Path, model: FedWeaveModel, origin: Origin) -> Descript
             folder = partial / f"expert_{m}"
             write_adapter(folder, layout.named(model.theta.cpu(), m), description)
             check_adapter(folder, model, _only(m, layout.experts))
+        if SHARED in model.experts.adapter_names:
+            nobody = torch.zeros(layout.experts)
+            write_adapter(partial / SHARED, layout.mixed(model.theta.cpu(), nobody, ()), description)
+            check_adapter(partial / SHARED, model, nobody)
         _write_router(partial, model)
         (partial / "README.md").write_text(model_card(model, origin), encoding="utf-8")
         description["files"] = {
@@ -108,7 +114,7 @@ def describe(model: FedWeaveModel, origin: Origin) -> Description:
         "shared": layout.shared,
         "alpha": config.experts.alpha,
         "target_modules": list(config.experts.target_modules),
-        "router": _shape(model.experts.router) if model.experts.router else None,
+        "router": cast(RouterShape, asdict(model.experts.router)) if model.experts.router else None,
         "shares": model.experts.shares,
         "feature": "mean over prompt tokens of the bare backbone's last hidden states, after the final norm",
     }
@@ -118,10 +124,6 @@ def require_new(target: Path) -> None:
     """What exists is never written over; worth a look before a model is loaded."""
     if target.exists():
         raise UserError(f"{target} exists; choose another folder.")
-
-
-def _shape(router: RouterLayout) -> RouterShape:
-    return {"width": router.width, "hidden": router.hidden, "experts": router.experts, "scale": router.scale}
 
 
 @contextmanager

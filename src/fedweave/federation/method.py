@@ -125,7 +125,8 @@ class Method(ABC):
         pools, batch_size = self.pools(client, state), self.config.training.batch_size
         schedule = local_schedule(pools, self.local_steps(client), batch_size, self.config.seed, t, client.index)
         phi = state.phi[0] if state.phi is not None else None
-        return Lane(client.data, schedule, state.theta, phi, (self.config.seed, t, client.index))
+        even = self.config.training.weighting == "example"
+        return Lane(client.data, schedule, state.theta, phi, (self.config.seed, t, client.index), even=even)
 
     def counts(self, client: Client, state: RoutedExperts) -> torch.Tensor:
         """n(i,m), [M]: the examples with which client i speaks for each expert; a pool without steps is silent."""

@@ -19,10 +19,12 @@ from fedweave.federation.client import Client
 from fedweave.federation.compute import Compute
 from fedweave.federation.method import Payload, Sizes, Units
 from fedweave.federation.train import Update
+from fedweave.methods.familiar import Familiarity
 from fedweave.methods.preparation import Aligned, mixture_payload
 from fedweave.methods.relabel import Relabel, picked
 from fedweave.methods.warm_start import WarmRouter
 from fedweave.router.routed import RoutedExperts
+from fedweave.streams import stream_key
 from fedweave.training.batch import Lane
 from fedweave.training.schedule import allot_steps, local_schedule
 
@@ -36,6 +38,7 @@ class FedWeave(Aligned):
         self.warm = WarmRouter(config)
         self.start = self.start if config.experts.start == "warmup" else None
         self.relabel = Relabel(config) if config.experts.labels == "router" else None
+        self.familiar = Familiarity(config) if config.router.familiar < 1 else None
         self.shared_rank = config.experts.shared_rank
         self.trains_router = config.router.training == "soft"
 
@@ -58,7 +61,12 @@ class FedWeave(Aligned):
         lane = super().lane(client, state, t)
         if self.trains_router:
             return lane
-        gates = F.one_hot(self.labels(client, state), state.layout.experts).float()
+        if self.relabel is None:
+            gates = F.one_hot(self.labels(client, state), state.layout.experts).float()
+        else:  # an example trains as it would be served
+            gates = state.gates(state.weights(client.data.features), "sparse")
+        rng = np.random.default_rng(stream_key("rest", *lane.key))
+        gates[rng.random(len(gates)) < self.config.experts.rest] = 0.0
         return replace(lane, phi=None, gates=gates)
 
     @classmethod

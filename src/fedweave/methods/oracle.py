@@ -64,7 +64,7 @@ class Oracle(FedWeave):
         super().__init__(config)
         self.discover = DiscoverLabels(self)
         self.start = StartExperts(self.discover) if config.experts.start == "warmup" else None
-        self.relabel, self.trains_router = None, False
+        self.relabel, self.familiar, self.trains_router = None, None, False
 
     def admit(self, engine: Engine, state: ServerState, newcomer: Member) -> str:
         return ""  # nobody comes later who knows the labels

@@ -5,6 +5,7 @@ The rules of the server, with the questions of :mod:`fedweave.methods.prototypes
 """
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -31,6 +32,7 @@ from fedweave.federation.message import Message
 from fedweave.federation.method import Method, Payload, Sizes
 from fedweave.federation.state import ServerState
 from fedweave.federation.steps import Step
+from fedweave.methods.familiar import Familiarity
 from fedweave.methods.prototypes import Discover, Prototypes, StartExperts, first_adapter
 from fedweave.methods.relabel import Relabel, relabel
 from fedweave.methods.warm_start import WarmRouter, warm_up_router
@@ -43,7 +45,8 @@ _SHOWN_PROTOTYPES = 512  # more distances than that are nothing to read, and a l
 
 class Aligned(Method):
     """A method whose experts are aligned over clients. Without ``start`` experts begin at zero, without ``warm``
-    the router at random, and without ``relabel`` examples keep their buckets' experts."""
+    the router at random, without ``relabel`` examples keep their buckets' experts, and without ``familiar`` every
+    prompt gets an expert."""
 
     discovers = True
     shared_rank = 0  # of a part that all experts share
@@ -54,10 +57,12 @@ class Aligned(Method):
         self.start: StartExperts | None = StartExperts(self.discover)
         self.warm: WarmRouter | None = None
         self.relabel: Relabel | None = None
+        self.familiar: Familiarity | None = None
         self.align: Align = align
 
     def steps(self) -> list[Step]:
-        asked: list[Step | None] = [self.discover, self.start, self.warm, self.relabel, *super().steps()]
+        known: list[Step] = [self.familiar.moments, self.familiar.distances] if self.familiar else []
+        asked: list[Step | None] = [self.discover, self.start, self.warm, self.relabel, *known, *super().steps()]
         return [step for step in asked if step is not None]
 
     def prepare(self, engine: Engine, start: RoutedExperts | None = None) -> ServerState:
@@ -95,6 +100,10 @@ class Aligned(Method):
             layout, assigned = narrow, [m for member in engine.members for m in member.assignment]
             report |= told | {"experts": layout.experts, "prototype_labels": assigned}
         down = 4 * router.size * config.router.warm_start.rounds
+        if self.familiar is not None:
+            router, phi = self.familiar.learn(engine, router, phi, warmed)
+            down += 4 * router.size
+        router = replace(router, sure=config.router.gate == "sure")
         report["preparation_bytes"] = preparation_bytes(engine.members, (heard, 0), (started, 0), (warmed, down))
         means = None
         if engine.grows:

@@ -25,7 +25,7 @@ Labels = tuple[torch.Tensor, list[int]]
 
 def picked(router: RouterLayout, phi: torch.Tensor, features: torch.Tensor) -> torch.Tensor:
     """[n] the expert of every prompt; phi [Q], features [n, d]."""
-    return router.route(phi, features.to(phi)).argmax(1).cpu()
+    return router.choose(phi, features.to(phi)).cpu()
 
 
 class Relabel(Step[Labels]):

@@ -82,18 +82,19 @@ def _evaluate_model(
     routings = dict.fromkeys(["sparse", "soft", used] if several else ["sparse"])
     bar = console.progress("test losses", len(held.encoded) * len(routings), "examples")
     for routing in routings:
-        gates = sparsify(weights, routing)
+        gates = model.experts.gates(weights, routing)
         losses = example_losses(model.backbone, held.encoded, model.mixture, model.theta, gates, bar)
         result["loss"][routing] = per_task(losses, held.labels)
     bar.close()
     if settings.scores:
-        gates = sparsify(weights, used)
+        gates = model.experts.gates(weights, used)
         result["score"] = _scores(config, tasks, model, held, weights, gates, console, predictions)
     if settings.compare_routings:
         result["routings"] = {}
         for routing in ("sparse", "top2", "soft"):
             started = time.monotonic()
-            scored = _scores(config, tasks, model, held, weights, sparsify(weights, routing), console, None)
+            gates = model.experts.gates(weights, routing)
+            scored = _scores(config, tasks, model, held, weights, gates, console, None)
             seconds = time.monotonic() - started
             result["routings"][routing] = {"score": scored, "ms_per_prompt": 1e3 * seconds / len(held.encoded)}
     return result
@@ -107,7 +108,7 @@ def answer_scores(
     each = []
     for model in models:
         weights = model.weights(held.features)
-        each.append(_scores(config, tasks, model, held, weights, sparsify(weights, used), console, None))
+        each.append(_scores(config, tasks, model, held, weights, model.experts.gates(weights, used), console, None))
     return _mean_tree(each)
 
 

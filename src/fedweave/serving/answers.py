@@ -9,6 +9,7 @@ from fastapi import Request
 from fastapi.responses import StreamingResponse
 from starlette.types import Receive, Scope, Send
 
+from fedweave.router.routed import adapter_name
 from fedweave.serving.guard import Metrics
 from fedweave.serving.jobs import Answering, Ended, Event, Failed, Piece, Routed
 from fedweave.serving.protocol import ApiError, Json, Reply, error_body, event, usage
@@ -85,7 +86,7 @@ class Answers:
         self.metrics.tokens.labels("prompt").inc(self.prompt_tokens)
         self.metrics.tokens.labels("completion").inc(tokens)
         for routed in self.routed:
-            self.metrics.answers.labels(f"expert_{routed.expert}").inc()
+            self.metrics.answers.labels(adapter_name(routed.expert)).inc()
 
 
 class EventStream(StreamingResponse):

@@ -12,10 +12,12 @@ from collections.abc import AsyncIterator, Sequence
 from typing import TypedDict
 
 import httpx
+import torch
 
 from fedweave.errors import UserError, first_line
 from fedweave.inference.model import FedWeaveModel
 from fedweave.inference.text import AnswerText
+from fedweave.router.routed import adapter_name, foremost
 from fedweave.serving.jobs import Answering, Ended, Failed, Job, Limits, Piece, Routed
 from fedweave.serving.protocol import ApiError, Json, busy
 
@@ -71,8 +73,8 @@ class Gateway:
             served = {entry["id"] for entry in response.json()["data"]}
         except (httpx.HTTPError, ValueError, KeyError, TypeError) as error:
             return f"the upstream {self.url} does not answer: {first_line(error)}"
-        missing = [m for m in range(self.model.mixture.layout.experts) if f"expert_{m}" not in served]
-        return f"the upstream {self.url} does not serve expert_{missing[0]}" if missing else ""
+        missing = [name for name in self.model.experts.adapter_names if name not in served]
+        return f"the upstream {self.url} does not serve {missing[0]}" if missing else ""
 
     def submit(self, jobs: Sequence[Job]) -> list[Answering]:
         if any(job.routing != "sparse" for job in jobs):
@@ -132,7 +134,7 @@ class Gateway:
             future: asyncio.Future[list[float]] = asyncio.get_running_loop().create_future()
             self._to_route.put_nowait((job, future))
             weights = await future
-            expert = weights.index(max(weights))
+            expert = foremost(torch.tensor(weights))
         text = AnswerText(self.model.backbone.tokenizer, trim=job.trim)
         reason, tokens, begun = "stop", 0, False
         async for chunk in self._chunks(self._request(job, expert)):
@@ -154,7 +156,7 @@ class Gateway:
     def _request(self, job: Job, expert: int) -> Json:
         sampling = job.sampling
         request = {
-            "model": f"expert_{expert}",
+            "model": adapter_name(expert),
             "prompt": job.prompt.ids.tolist(),
             "max_tokens": sampling.max_new_tokens,
             "temperature": sampling.temperature if sampling.do_sample else 0,

@@ -17,7 +17,7 @@ import torch
 
 from fedweave.inference.model import FedWeaveModel
 from fedweave.inference.rows import Row, RunningBatch
-from fedweave.router.mlp import sparsify
+from fedweave.router.routed import foremost
 from fedweave.serving.jobs import Answering, Ended, Failed, Job, Limits, Piece, Routed
 from fedweave.serving.protocol import busy
 
@@ -131,8 +131,8 @@ class LocalBackend:
             job = answering.job
             if job.expert is None:
                 soft = next(weights)  # [M]
-                gates = sparsify(soft[None], job.routing)[0]
-                told = Routed(int(soft.argmax()), soft.tolist())
+                gates = self.model.experts.gates(soft[None], job.routing)[0]
+                told = Routed(foremost(soft), soft.tolist())
             else:
                 experts = self.model.mixture.layout.experts
                 gates = torch.nn.functional.one_hot(torch.tensor(job.expert), experts).float()
