@@ -143,14 +143,12 @@ class Reply:
 
     def whole(self, texts: list[str], reasons: list[str], usage: dict[str, int], fedweave: object) -> Json:
         choices = [
-            {"index": i, "finish_reason": reason, "logprobs": None, **self._content(text)}
+            {"index": i, "finish_reason": reason, "logprobs": None}
+            | ({"message": {"role": "assistant", "content": text}} if self.kind == "chat" else {"text": text})
             for i, (text, reason) in enumerate(zip(texts, reasons, strict=True))
         ]
         kind = "chat.completion" if self.kind == "chat" else "text_completion"
         return self._envelope(kind, choices) | {"usage": usage, "fedweave": fedweave}
-
-    def _content(self, text: str) -> Json:
-        return {"message": {"role": "assistant", "content": text}} if self.kind == "chat" else {"text": text}
 
     def chunk(
         self, index: int, text: str, reason: str | None = None, first: bool = False, extra: Json | None = None
