@@ -10,8 +10,8 @@ from fastapi.responses import StreamingResponse
 from starlette.types import Receive, Scope, Send
 
 from fedweave.serving.guard import Metrics
-from fedweave.serving.jobs import Answering, Ended, Event, Failed, Piece, Routed
-from fedweave.serving.protocol import ApiError, Json, Reply, error_body, event, usage
+from fedweave.serving.jobs import Answering, Ended, Event, Piece, Routed
+from fedweave.serving.protocol import ApiError, Json, Reply, event, usage
 
 T = TypeVar("T")
 
@@ -29,8 +29,8 @@ class Answers:
         """Wait until every prompt has its expert; until then a failure is still a proper status."""
         for answering in self.answerings:
             first = await answering.next()
-            if isinstance(first, Failed):
-                raise ApiError(first.status, first.message)
+            if isinstance(first, ApiError):
+                raise first
             assert isinstance(first, Routed)
             self.routed.append(first)
 
@@ -48,8 +48,8 @@ class Answers:
                     texts[i] += told.text
                 elif isinstance(told, Ended):
                     reasons[i], tokens = told.reason, tokens + told.tokens
-                elif isinstance(told, Failed):
-                    raise ApiError(told.status, told.message)
+                elif isinstance(told, ApiError):
+                    raise told
         self._count(tokens)
         return self.reply.whole(texts, reasons, usage(self.prompt_tokens, tokens), self.fedweave)
 
@@ -68,8 +68,8 @@ class Answers:
             elif isinstance(told, Ended):
                 tokens += told.tokens
                 yield self.reply.chunk(index, "", told.reason)
-            elif isinstance(told, Failed):
-                yield event(error_body(told.status, told.message))
+            elif isinstance(told, ApiError):
+                yield event(told.body)
                 return
         self._count(tokens)
         if include_usage:
@@ -112,7 +112,7 @@ async def merged(answerings: list[Answering]) -> AsyncIterator[tuple[int, Event]
             for task in done:
                 index, told = pending.pop(task), task.result()
                 yield index, told
-                if not isinstance(told, Ended | Failed):
+                if not isinstance(told, Ended | ApiError):
                     pending[asyncio.ensure_future(answerings[index].next())] = index
     finally:
         for task in pending:
