@@ -4,6 +4,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
+from fedweave.config import BackboneConfig
 from fedweave.errors import UserError
 from fedweave.settings import build, read_yaml, setting
 
@@ -19,6 +20,11 @@ class ModelSettings:
         "auto", "Weights of the backbone: auto is bfloat16 on CUDA and float32 on a CPU."
     )
     download: bool = setting(False, "Let the model be fetched once; without it nothing calls out.")
+
+
+def own_files(settings: ModelSettings | BackboneConfig) -> dict[str, Any]:
+    """The part of a backbone's settings that is a site's own, and never the federation's."""
+    return {key: getattr(settings, key) for key in ("model", "revision", "device", "dtype")}
 
 
 @dataclass(frozen=True)

@@ -29,7 +29,7 @@ from fedweave.federation.engines.in_process import InProcessEngine
 from fedweave.federation.hello import Hello
 from fedweave.federation.message import Message
 from fedweave.federation.method import Method
-from fedweave.federation.site.settings import SiteConfig
+from fedweave.federation.site.settings import SiteConfig, own_files
 from fedweave.federation.steps import Asked
 from fedweave.settings import read_yaml
 from fedweave.streams import stream_key
@@ -48,8 +48,7 @@ class OwnFiles:
 
     def backbone(self, config: BackboneConfig) -> BackboneConfig:
         """The federation's backbone as this site loads it."""
-        own = self.site.backbone
-        return replace(config, model=own.model, revision=own.revision, device=own.device, dtype=own.dtype)
+        return replace(config, **own_files(self.site.backbone))
 
     def rows(self, config: Config, index: int) -> tuple[list[Example], list[Example]]:
         """Training and validation rows of client ``index``."""
@@ -106,7 +105,7 @@ class Models:
     def get(self, config: BackboneConfig) -> Backbone:
         if config in self._views:
             return self._views[config]
-        same = next((view for known, view in self._views.items() if _files(known) == _files(config)), None)
+        same = next((view for known, view in self._views.items() if own_files(known) == own_files(config)), None)
         if same is None:
             self._views.clear()  # a site has room for one
             self._views[config] = load_backbone(config)
@@ -117,10 +116,6 @@ class Models:
             view.prompts = PromptFormat(same.tokenizer, config)
             self._views[config] = view
         return self._views[config]
-
-
-def _files(config: BackboneConfig) -> tuple[str | None, ...]:
-    return config.model, config.revision, config.device, config.dtype
 
 
 @dataclass
