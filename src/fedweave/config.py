@@ -22,6 +22,7 @@ from fedweave.config_method import (
     WarmStartConfig,
 )
 from fedweave.errors import UserError, nearest
+from fedweave.files import read_text
 from fedweave.rules import check_together
 from fedweave.settings import Tree, build, insert, read_yaml, read_yaml_value, setting, to_tree
 
@@ -211,11 +212,7 @@ class Config:
 def load_config(recipe: str | Path, overrides: Sequence[str] = ()) -> Config:
     """Defaults, then the recipe (a name or a YAML file), then ``key.path=value`` overrides."""
     path = find_recipe(recipe)
-    try:
-        text = path.read_text(encoding="utf-8")
-    except UnicodeDecodeError:
-        raise UserError(f"{path} is not UTF-8 text; save it as UTF-8.") from None
-    tree = read_yaml(text, str(path))
+    tree = read_yaml(read_text(path), str(path))
     for key, value in split_overrides(overrides):
         insert(tree, key, value)
     return from_tree(tree)

@@ -1,17 +1,26 @@
 """What runs, bundles and comparisons write, file by file: the types that writers and readers share. Plain JSON.
 
-config.yaml is :class:`fedweave.config.Config`, and ``checkpoints/`` is read by the run itself alone.
+config.yaml is :class:`fedweave.config.Config`.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Literal, TypedDict
+from typing import Literal, TypedDict
 
-if TYPE_CHECKING:
-    from typing import NotRequired
+from typing_extensions import NotRequired
 
 ByTask = dict[str, float]  # task -> figure; "macro" is the unweighted mean over tasks
 ConfigTree = dict[str, object]  # a Config as nested dictionaries
+
+
+class DataFingerprint(TypedDict):
+    """Hashes of what a run trains and tests on: prompts, answers and whose they are."""
+
+    clients: str
+    validation: str
+    test: str
+    unseen: str
+    labels: str  # which only audit; upper bounds are told them
 
 
 class Manifest(TypedDict):
@@ -25,6 +34,7 @@ class Manifest(TypedDict):
     validation: NotRequired[list[str]]
     test: NotRequired[list[str]]
     unseen: NotRequired[list[str]]
+    fingerprint: NotRequired[DataFingerprint]
     federation: NotRequired[str]  # by which its sites know it
 
 
@@ -136,6 +146,45 @@ class ValidationEvent(ValidationFigures):
 
 
 Event = RoundEvent | ValidationEvent
+
+# -------------------------------------------------------------------------------------- checkpoints/
+
+
+class RouterShape(TypedDict):
+    width: int
+    hidden: int
+    experts: int
+    scale: str
+
+
+class CheckpointMeta(TypedDict):
+    """meta.json of a round's checkpoint; state.safetensors beside it has the tensors."""
+
+    completed: int
+    best_round: int
+    best_loss: float
+    seconds: float  # spent so far, over all sessions
+    rank: int
+    experts: int
+    shared: NotRequired[int]  # checkpoints of earlier versions lack what is not required
+    router: RouterShape | None
+    shares: list[float]
+    norms: dict[str, list[float]]
+    report: dict[str, object]  # an AlignmentReport
+    clients: list[dict[str, object]]  # as they record themselves
+    metrics_bytes: int  # length of metrics.jsonl
+    metrics_sha256: NotRequired[str]
+    settings: NotRequired[str]  # a hash of what a resumed run may not change
+    config: NotRequired[str]  # the same, when a run could not move
+    backbone: str  # the fingerprint
+    state_sha256: NotRequired[str]
+
+
+class MemoryMeta(TypedDict):
+    """meta.json of what a site remembers."""
+
+    t: int  # the round
+
 
 # -------------------------------------------------------------------------------------- progress.json
 
@@ -277,13 +326,6 @@ class ComparedCell(TypedDict):
     summary: Summary
 
 
-class RouterShape(TypedDict):
-    width: int
-    hidden: int
-    experts: int
-    scale: str
-
-
 class Description(TypedDict):
     """fedweave.json of a bundle: what loading needs and the tensors do not say."""
 
@@ -301,4 +343,4 @@ class Description(TypedDict):
     router: RouterShape | None
     shares: list[float]  # how much each router counts
     feature: str
-    files: NotRequired[dict[str, str]]  # name -> SHA-256; added when all files are there
+    files: dict[str, str]  # name -> SHA-256; empty until all files are there

@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import math
+import os
 import types
 import typing
 from collections.abc import Mapping
@@ -89,6 +90,11 @@ def read_yaml_value(text: str, key: str) -> object:
         return yaml.safe_load(text)
     except (yaml.YAMLError, ValueError, RecursionError):
         raise UserError(f"the value of {key} is not valid YAML: {text!r}.") from None
+
+
+def environment_number(name: str, default: int) -> int:
+    """A whole number from the environment, where it has one."""
+    return int(_number(os.environ.get(name) or default, int, name, {"low": 0}))
 
 
 def insert(tree: Tree, key: str, value: object) -> None:

@@ -136,13 +136,13 @@ def open_subject(folder: Path, which: str, console: Console) -> Subject:
             f"the clients of {folder} are sites, whose examples the server never saw, and a diagnosis needs them; "
             "simulate such a federation with engine=in-process."
         )
-    found = list(run.snapshots(console))
+    found = run.snapshots()
     if not found:
         raise UserError(f"{folder} has no checkpoint yet; finish it with `fedweave resume {folder}`.")
     prepared = prepare(config, console)
-    run.check_manifest(prepared.data.manifest)
-    workspace = prepared.build(console)
     method = build_method(config)
+    run.check_data(prepared.data.manifest, method.uses_labels)
+    workspace = prepared.build(console)
     workspace.disclose(method)
     newest = found[0]
     newest.check(config, workspace.backbone)

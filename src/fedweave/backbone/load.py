@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -22,6 +21,7 @@ from fedweave.backbone.packing import Packed
 from fedweave.backbone.prompts import PromptFormat
 from fedweave.config import BackboneConfig
 from fedweave.errors import UserError, first_line
+from fedweave.settings import environment_number
 
 if TYPE_CHECKING:
     from transformers import Cache, PreTrainedModel, PreTrainedTokenizerFast
@@ -220,7 +220,7 @@ def load_tokenizer(path: str, name: str) -> PreTrainedTokenizerFast:
 
 def pick_device(name: str) -> torch.device:
     if name == "auto" and torch.cuda.is_available():  # torchrun gives every process a GPU of its own
-        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", 0)) % torch.cuda.device_count())
+        torch.cuda.set_device(environment_number("LOCAL_RANK", 0) % torch.cuda.device_count())
         return torch.device("cuda", torch.cuda.current_device())
     if name == "auto":
         return torch.device("cpu")

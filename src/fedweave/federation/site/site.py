@@ -30,6 +30,8 @@ from fedweave.federation.message import Message
 from fedweave.federation.method import Method
 from fedweave.federation.site.sources import Source
 from fedweave.federation.steps import Asked
+from fedweave.json_files import Damaged
+from fedweave.schema import MemoryMeta
 from fedweave.settings import read_yaml
 from fedweave.training.batch import ClientData
 
@@ -164,7 +166,13 @@ class Site:
             raise UserError("no training row is left after rows with too long answers were dropped.")
         client = Client(index, parts[0], held=parts[1])
         if (folder := self._folder(federation)) is not None and (folder / _MEMORY).is_dir():
-            tensors, meta = load_checkpoint(folder / _MEMORY)
+            try:
+                tensors, meta = load_checkpoint(folder / _MEMORY, MemoryMeta)
+            except Damaged as error:
+                raise UserError(
+                    f"what this site remembers, {folder / _MEMORY}, is damaged ({error}); restore it, or remove "
+                    "the folder to go on without it."
+                ) from None
             client.memory.load({name: t.to(backbone.device) for name, t in tensors.items()}, meta["t"])
         return Session((config, index, federation), method, SiteEngine(backbone, [client], config, self.console))
 
