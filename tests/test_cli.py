@@ -198,7 +198,9 @@ def test_resume_with_a_fixed_key(complains, fresh_run, key):
 
 
 def test_resume_with_a_bad_value_of_a_free_key(complains, fresh_run):
-    assert "training.rounds must be at least 0, not -1." in complains("resume", fresh_run, "training.rounds=-1")
+    assert "training.rounds must be between 0 and 1000000, not -1." in complains(
+        "resume", fresh_run, "training.rounds=-1"
+    )
 
 
 def test_resume_of_a_run_whose_data_changed(complains, fresh_run, place):

@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
-from safetensors import SafetensorError
 
 from fedweave.backbone import packing
 from fedweave.backbone.catalog import locate
@@ -122,6 +121,12 @@ class Backbone:
         finally:
             self.model.set_attn_implementation(packing.ATTENTION)
 
+    def check_answer(self, max_new_tokens: int, named: str = "max_new_tokens") -> None:
+        """An answer must fit what the model was made for."""
+        longest = getattr(self.model.config.get_text_config(), "max_position_embeddings", None)
+        if longest and max_new_tokens > longest:
+            raise UserError(f"{named}={max_new_tokens} is more than the {longest} tokens that {self.name} takes.")
+
     def linear_layers(self, targets: Sequence[str]) -> dict[str, torch.nn.Linear]:
         """The layers named by ``experts.target_modules``, in model order."""
         return linear_layers(self.model, targets, self.name)
@@ -180,7 +185,7 @@ def load_backbone(config: BackboneConfig) -> Backbone:
         model, info = AutoModelForCausalLM.from_pretrained(located.path, dtype=dtype, output_loading_info=True)
         if info["missing_keys"]:
             raise ValueError(f"the files lack {sorted(info['missing_keys'])[0]}")
-    except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
+    except Exception as error:  # damaged files fail in as many ways as there are lines in a library
         reason = first_line(error)
         raise UserError(f"backbone.model={config.model} cannot be loaded: {reason}") from error
     if not getattr(model, "_supports_attention_backend", False):
@@ -209,7 +214,7 @@ def load_tokenizer(path: str, name: str) -> PreTrainedTokenizerFast:
 
     try:
         tokenizer = AutoTokenizer.from_pretrained(path)
-    except (OSError, ValueError, KeyError, RuntimeError) as error:
+    except Exception as error:
         raise UserError(f"backbone.model={name} cannot be loaded: {first_line(error)}") from error
     if not getattr(tokenizer, "is_fast", False):
         raise UserError(f"backbone.model={name} has no fast tokenizer, which FedWeave needs.")

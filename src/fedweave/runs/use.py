@@ -140,7 +140,9 @@ def evaluate(
     else:
         run, config = RunFolder.open(folder, overrides, (*FREE_KEYS, *TESTED_ROWS))
         examples, tasks = _examples(config, data, console, run)
-        models, _ = _run_models(folder, config, last, checkpoint)
+        trained = replace(config, data=RunFolder.open(folder)[1].data)
+        models, _ = _run_models(folder, trained, last, checkpoint)
+    models[0].backbone.check_answer(config.evaluation.max_new_tokens, "evaluation.max_new_tokens")
     rows, encoded = encode(models[0].backbone, examples, config.data.long_answers, console)
     features = compute_features(models[0].backbone, [e.prompt for e in encoded], console)
     result = evaluate_models(config, tasks, models, held_out(rows, encoded, features), console)
