@@ -68,6 +68,13 @@ def _checksum(content: object) -> str:
 
 # -------------------------------------------------------------------------------------- kinds
 
+_PLAIN = {
+    float: frozenset({float, int}),
+    int: frozenset({int}),
+    str: frozenset({str}),
+    bool: frozenset({bool}),
+}
+
 
 def misfit(value: object, kind: object, at: str = "") -> str:
     """What keeps a JSON value from being of a kind (a TypedDict, or what stands in one); nothing: it is."""
@@ -81,16 +88,15 @@ def misfit(value: object, kind: object, at: str = "") -> str:
         return "" if "" in found else found[0]
     if origin is Literal:
         return "" if value in inner else f"{at or 'it'} is {_shown(value)}"
-    if origin is dict and isinstance(value, dict):
-        return next((p for k, v in value.items() if (p := misfit(v, inner[1], f"{at}.{k}".lstrip(".")))), "")
-    if origin is list and isinstance(value, list):
-        return next((p for i, v in enumerate(value) if (p := misfit(v, inner[0], f"{at}[{i}]"))), "")
-    wanted = origin or kind
-    if isinstance(value, bool) and wanted is not bool:
-        return f"{at or 'it'} is {_shown(value)}"
-    if wanted is float and isinstance(value, int | float):
-        return ""
-    return "" if isinstance(value, wanted) else f"{at or 'it'} is {_shown(value)}"  # type: ignore[arg-type]
+    if origin in (dict, list) and isinstance(value, origin):
+        items = value.items() if isinstance(value, dict) else enumerate(value)
+        if set(map(type, value.values() if isinstance(value, dict) else value)) <= _PLAIN.get(
+            inner[-1], frozenset()
+        ):
+            return ""  # thousands of figures at once
+        return next((p for k, v in items if (p := misfit(v, inner[-1], f"{at}.{k}".lstrip(".")))), "")
+    fits = type(value) in _PLAIN[kind] if kind in _PLAIN else isinstance(value, origin or kind)  # type: ignore
+    return "" if fits else f"{at or 'it'} is {_shown(value)}"
 
 
 def _misfit_keys(value: object, kind: object, at: str) -> str:

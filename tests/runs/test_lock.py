@@ -4,20 +4,21 @@ import json
 import os
 import signal
 import socket
-from pathlib import Path
+import sys
 
 import pytest
 
 from fedweave.cli import main
+from fedweave.config import load_config
 from fedweave.errors import UserError
 from fedweave.runs import lock
+from fedweave.runs.folder import RunFolder
 from fedweave.runs.lock import locked
 from tests.helpers import fork, wait_for
 
 
-def run_and_wait(folder: Path, *command: str) -> int:
-    """The command; once it holds the lock it stops, as if it computed for long."""
-    import sys
+def run_and_wait(*command: str) -> int:
+    """The command, which goes no further than discovery, as if it computed for long."""
 
     def look(event: str, given: tuple) -> None:
         if event == "open" and str(given[0]).endswith("discovery.json.partial"):
@@ -30,11 +31,10 @@ def run_and_wait(folder: Path, *command: str) -> int:
 def test_a_live_run_is_left_alone_and_a_killed_one_is_taken_over(tmp_path, small, complains):
     folder, log = tmp_path / "run", tmp_path / "log"
     begin = ["run", "quickstart", *small, f"output={folder}", "--quiet"]
-    process = fork(run_and_wait, folder, *begin, log=log)
+    process = fork(run_and_wait, *begin, log=log)
     try:
-        wait_for(lambda: (folder / ".discovery.json.partial").exists() or (folder / "lock").exists(), "the lock")
+        wait_for(lambda: (folder / "lock").is_file() and (folder / "lock").read_text(), "the lock")
         said = f"process {process.pid} on {socket.gethostname()} is working on the run {folder}"
-        wait_for(lambda: (folder / "lock").read_text(), "its name")
         assert said in complains("resume", folder)
         assert said in complains(*begin)
     finally:
@@ -44,6 +44,19 @@ def test_a_live_run_is_left_alone_and_a_killed_one_is_taken_over(tmp_path, small
     assert f"`fedweave resume {folder}`" in complains(*begin)
     assert main(["resume", str(folder), "--quiet"]) == 0
     assert not (folder / "lock").exists()
+
+
+def test_a_server_over_sites_is_left_alone_too(tmp_path, complains):
+    folder = tmp_path / "run"
+    settings = ["data.source=sites", "engine=flower", "federation.sites=2"]
+    config = load_config("quickstart", settings)
+    RunFolder.create(folder, config, {"source": "sites", "seed": 1, "federation": "f"})
+    said = f"process {os.getpid()} on {socket.gethostname()} is working on the run {folder}"
+    with locked(folder):
+        assert said in complains("federate", "--resume", folder, "--insecure")
+        assert said in complains("federate", "quickstart", "federation.sites=2", f"output={folder}", "--insecure")
+    again = complains("federate", "quickstart", "federation.sites=2", f"output={folder}", "--insecure")
+    assert f"continue it with `fedweave federate --resume {folder}`" in again
 
 
 def test_the_lock_is_held_once(tmp_path):

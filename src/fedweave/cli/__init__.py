@@ -53,8 +53,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         if not isinstance(error, MemoryError) and not re.search("out of memory|can't allocate memory", str(error)):
             raise
         return _complain(
-            "there is not enough memory for this; lower training.clients_per_step, training.batch_size, "
-            "evaluation.batch_size or the ranks and widths."
+            "there is not enough memory for this; ask for less at a time: smaller batches, shorter answers, lower "
+            "ranks."
         )
 
 
