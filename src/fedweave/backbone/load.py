@@ -218,6 +218,8 @@ def load_tokenizer(path: str, name: str) -> PreTrainedTokenizerFast:
         raise UserError(f"backbone.model={name} cannot be loaded: {first_line(error)}") from error
     if not getattr(tokenizer, "is_fast", False):
         raise UserError(f"backbone.model={name} has no fast tokenizer, which FedWeave needs.")
+    if tokenizer.pad_token is None and tokenizer.eos_token is None:
+        raise UserError(f"backbone.model={name}: its tokenizer has neither a padding nor an end token.")
     if tokenizer.pad_token is None:
         tokenizer.pad_token = tokenizer.eos_token
     return tokenizer

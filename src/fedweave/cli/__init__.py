@@ -59,7 +59,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _complain(sentence: str) -> int:
-    print(f"fedweave: {sentence}", file=sys.stderr)
+    shown = "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in sentence)
+    print(f"fedweave: {shown}", file=sys.stderr)
     return 2
 
 
