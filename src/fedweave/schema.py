@@ -1,6 +1,6 @@
 """What runs, bundles and comparisons write, file by file: the types that writers and readers share. Plain JSON.
 
-config.yaml is :class:`fedweave.config.Config`.
+config.yaml is :class:`fedweave.config.Config`; what is in ``checkpoints/`` is said in ``runs/snapshot.py``.
 """
 
 from __future__ import annotations
@@ -147,45 +147,6 @@ class ValidationEvent(ValidationFigures):
 
 Event = RoundEvent | ValidationEvent
 
-# -------------------------------------------------------------------------------------- checkpoints/
-
-
-class RouterShape(TypedDict):
-    width: int
-    hidden: int
-    experts: int
-    scale: str
-
-
-class CheckpointMeta(TypedDict):
-    """meta.json of a round's checkpoint; state.safetensors beside it has the tensors."""
-
-    completed: int
-    best_round: int
-    best_loss: float
-    seconds: float  # spent so far, over all sessions
-    rank: int
-    experts: int
-    shared: NotRequired[int]  # checkpoints of earlier versions lack what is not required
-    router: RouterShape | None
-    shares: list[float]
-    norms: dict[str, list[float]]
-    report: dict[str, object]  # an AlignmentReport
-    clients: list[dict[str, object]]  # as they record themselves
-    metrics_bytes: int  # length of metrics.jsonl
-    metrics_sha256: NotRequired[str]
-    settings: NotRequired[str]  # a hash of what a resumed run may not change
-    config: NotRequired[str]  # the same, when a run could not move
-    backbone: str  # the fingerprint
-    state_sha256: NotRequired[str]
-
-
-class MemoryMeta(TypedDict):
-    """meta.json of what a site remembers."""
-
-    t: int  # the round
-
-
 # -------------------------------------------------------------------------------------- progress.json
 
 
@@ -324,6 +285,13 @@ class ComparedCell(TypedDict):
     values: dict[str, object]  # axis -> value
     folder: str  # of the run, from the comparison's
     summary: Summary
+
+
+class RouterShape(TypedDict):
+    width: int
+    hidden: int
+    experts: int
+    scale: str
 
 
 class Description(TypedDict):

@@ -21,12 +21,12 @@ from fedweave.federation.checkpoint import (
 )
 from fedweave.federation.state import ServerState
 from fedweave.files import atomic_folder, file_sha256, remove_folder
-from fedweave.json_files import CHECKSUM, Damaged, read_json, sealed, write_json
+from fedweave.json_files import Damaged, read_json, sealed, write_json
 from fedweave.runs.lock import locked, require_unlocked
 from fedweave.runs.loggers import Loggers
 from fedweave.runs.reading import resume_command
-from fedweave.runs.snapshot import FREE_KEYS, Snapshot, config_hash, is_one_of
-from fedweave.schema import CheckpointMeta, Discovery, Event, Manifest
+from fedweave.runs.snapshot import FREE_KEYS, CheckpointMeta, Snapshot, config_hash, is_one_of
+from fedweave.schema import Discovery, Event, Manifest
 
 if TYPE_CHECKING:
     from fedweave.runs.run import RunContext
@@ -99,7 +99,7 @@ class RunFolder:
 
     def changed_data(self, manifest: Manifest, labels: bool = False) -> list[str]:
         """Which rows are not what they were when the run began; labels count where a method is told them."""
-        saved, now = self.manifest(), json.loads(sealed(manifest))
+        saved, now = self.manifest(), json.loads(json.dumps(manifest))
         before: Mapping[str, object] = saved
         if "fingerprint" in saved:  # earlier versions knew only where rows stood
             before, now = saved["fingerprint"], now["fingerprint"]
@@ -117,8 +117,8 @@ class RunFolder:
 
     def note_data(self, manifest: Manifest) -> None:
         """Rows that are called otherwise by now, or have other labels."""
-        saved, now = self.manifest(), json.loads(sealed(manifest))
-        if saved == {key: value for key, value in now.items() if key != CHECKSUM}:
+        saved, now = self.manifest(), json.loads(json.dumps(manifest))
+        if saved == now:
             return
         if saved.get("fingerprint") != now["fingerprint"]:
             (self.path / "discovery.json").unlink(missing_ok=True)  # it is written again, with these labels

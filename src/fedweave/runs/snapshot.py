@@ -7,8 +7,10 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypedDict
 
 import torch
+from typing_extensions import NotRequired
 
 from fedweave.backbone.load import Backbone
 from fedweave.config import Config
@@ -16,7 +18,7 @@ from fedweave.errors import UserError
 from fedweave.experts.layout import AdapterLayout, Shaped
 from fedweave.federation.state import ServerState
 from fedweave.router.mlp import RouterLayout
-from fedweave.schema import CheckpointMeta
+from fedweave.schema import RouterShape
 from fedweave.settings import flatten, to_tree
 
 # Where a run's data and model lie, and what computes: fingerprints tell whether they are the same.
@@ -37,6 +39,29 @@ LATER = (
     "federation.test",
 )
 FREE_KEYS = (*LATER, *PLACES)  # what a resumed run may change
+
+
+class CheckpointMeta(TypedDict):
+    """meta.json of a round's checkpoint; state.safetensors beside it has the tensors."""
+
+    completed: int
+    best_round: int
+    best_loss: float
+    seconds: float  # spent so far, over all sessions
+    rank: int
+    experts: int
+    shared: NotRequired[int]  # checkpoints of earlier versions lack what is not required
+    router: RouterShape | None
+    shares: list[float]
+    norms: dict[str, list[float]]
+    report: dict[str, object]  # an AlignmentReport
+    clients: list[dict[str, object]]  # as they record themselves
+    metrics_bytes: int  # length of metrics.jsonl
+    metrics_sha256: NotRequired[str]
+    settings: NotRequired[str]  # a hash of what a resumed run may not change
+    config: NotRequired[str]  # the same, when a run could not move
+    backbone: str  # the fingerprint
+    state_sha256: NotRequired[str]
 
 
 @dataclass

@@ -10,6 +10,7 @@ import traceback
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import TypedDict
 
 import numpy as np
 import torch
@@ -31,12 +32,17 @@ from fedweave.federation.method import Method
 from fedweave.federation.site.sources import Source
 from fedweave.federation.steps import Asked
 from fedweave.json_files import Damaged
-from fedweave.schema import MemoryMeta
 from fedweave.settings import read_yaml
 from fedweave.training.batch import ClientData
 
 BuildMethod = Callable[[Config], Method]
 _MEMORY = "memory"  # the site's own folder for what nobody else has
+
+
+class Remembered(TypedDict):
+    """Beside its tensors."""
+
+    t: int  # the round
 
 
 class Models:
@@ -167,7 +173,7 @@ class Site:
         client = Client(index, parts[0], held=parts[1])
         if (folder := self._folder(federation)) is not None and (folder / _MEMORY).is_dir():
             try:
-                tensors, meta = load_checkpoint(folder / _MEMORY, MemoryMeta)
+                tensors, meta = load_checkpoint(folder / _MEMORY, Remembered)
             except Damaged as error:
                 raise UserError(
                     f"what this site remembers, {folder / _MEMORY}, is damaged ({error}); restore it, or remove "
