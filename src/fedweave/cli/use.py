@@ -6,7 +6,7 @@ import argparse
 import sys
 from pathlib import Path
 
-from fedweave.cli.verbs import Verbs, last, overrides, quiet
+from fedweave.cli.verbs import Verbs, checkpoint, last, overrides, quiet
 from fedweave.console import Console
 from fedweave.errors import UserError
 
@@ -17,6 +17,7 @@ def register(verbs: Verbs) -> None:
     overrides(evaluate)
     evaluate.add_argument("--data", type=Path, help="a JSONL file of prompt/response or messages rows")
     last(evaluate)
+    checkpoint(evaluate)
     quiet(evaluate)
     generate = verbs.add("generate", _generate, "Answer prompts with a model (from standard input when none).")
     generate.add_argument("folder", type=Path, help="a run folder or a bundle")
@@ -28,12 +29,14 @@ def register(verbs: Verbs) -> None:
     generate.add_argument("--seed", type=int, help="with --temperature: repeat the same draw")
     generate.add_argument("--stop", action="append", metavar="TEXT", help="end an answer before this text")
     last(generate)
+    checkpoint(generate)
 
 
 def _evaluate(arguments: argparse.Namespace, console: Console) -> None:
     from fedweave.runs.use import evaluate
 
-    print(evaluate(arguments.folder, arguments.overrides, arguments.data, arguments.last, console))
+    where = arguments.folder, arguments.overrides, arguments.data, arguments.last
+    print(evaluate(*where, console, arguments.checkpoint))
 
 
 def _generate(arguments: argparse.Namespace, console: Console) -> None:
@@ -43,6 +46,9 @@ def _generate(arguments: argparse.Namespace, console: Console) -> None:
     prompts = arguments.prompts or [line.rstrip("\n") for line in sys.stdin if line.strip()]
     if not prompts or not all(p.strip() for p in prompts):
         raise UserError("there is no prompt; give one in quotes, or one per line on standard input.")
+    for name in ("top_p", "seed"):
+        if getattr(arguments, name) is not None and arguments.temperature is None:
+            raise UserError(f"--{name.replace('_', '-')} has no effect without --temperature; add --temperature 1.")
     options = {
         "max_new_tokens": arguments.max_new_tokens,
         "do_sample": arguments.temperature is not None,
@@ -52,7 +58,7 @@ def _generate(arguments: argparse.Namespace, console: Console) -> None:
         "stop_strings": arguments.stop,
     }
     Sampling.of(options)  # complain before the model loads
-    model = load(arguments.folder, last=arguments.last)
+    model = load(arguments.folder, last=arguments.last, checkpoint=arguments.checkpoint)
     for prompt, answer in zip(prompts, model.generate(prompts, arguments.routing, **options), strict=True):
         bars = "  ".join(f"{m}:{w:.2f}" for m, w in enumerate(answer.weights))
         console.say(f"[{prompt}]  expert {answer.expert}  ({bars})")

@@ -14,11 +14,12 @@ from fedweave.analysis.spent import run_costs
 from fedweave.analysis.verdicts import render
 from fedweave.console import duration, table
 from fedweave.errors import UserError
+from fedweave.json_files import read_json
 from fedweave.report import curves, maps, theory, tradeoffs
 from fedweave.report.findings import Finding, by_level, findings
 from fedweave.report.groups import Group
 from fedweave.report.style import Picture
-from fedweave.runs.reading import RunRecord, read_json
+from fedweave.runs.reading import RunRecord
 from fedweave.runs.text import AUDIT, audit_rows
 from fedweave.schema import Tested
 
@@ -226,7 +227,8 @@ def _heterogeneity(groups: Sequence[Group]) -> Section:
 
 def _theory(lead: RunRecord) -> Section:
     section = Section("theory", "The theory at work")
-    found: Diagnosis | None = read_json(lead.path / "diagnostics.json")
+    again = f"`fedweave diagnose {lead.path}` writes it again"
+    found = read_json(lead.path / "diagnostics.json", Diagnosis, again)
     if found is None:
         section.lacks(
             lead.experts > 1 and not lead.elsewhere,

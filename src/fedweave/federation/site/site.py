@@ -9,6 +9,7 @@ import traceback
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import TypedDict
 
 import numpy as np
 import torch
@@ -31,6 +32,7 @@ from fedweave.federation.message import Message
 from fedweave.federation.method import Method
 from fedweave.federation.site.settings import SiteConfig, own_files
 from fedweave.federation.steps import Asked
+from fedweave.json_files import Damaged
 from fedweave.settings import read_yaml
 from fedweave.streams import stream_key
 from fedweave.training.batch import ClientData
@@ -93,6 +95,12 @@ def _existing(name: str, key: str) -> Path:
     if not path.is_file():
         raise UserError(f"{key}: there is no file {path}.")
     return path
+
+
+class Remembered(TypedDict):
+    """Beside its tensors."""
+
+    t: int  # the round
 
 
 class Models:
@@ -210,7 +218,13 @@ class Site:
             raise UserError("no training row is left after rows with too long answers were dropped.")
         client = Client(index, parts[0], held=parts[1])
         if (folder := self._folder(federation)) is not None and (folder / _MEMORY).is_dir():
-            tensors, meta = load_checkpoint(folder / _MEMORY)
+            try:
+                tensors, meta = load_checkpoint(folder / _MEMORY, Remembered)
+            except Damaged as error:
+                raise UserError(
+                    f"what this site remembers, {folder / _MEMORY}, is damaged ({error}); restore it, or remove "
+                    "the folder to go on without it."
+                ) from None
             client.memory.load({name: t.to(backbone.device) for name, t in tensors.items()}, meta["t"])
         engine = InProcessEngine(backbone, [client], config, self.console, travels=True)
         return Session((config, index, federation), method, engine)
