@@ -144,6 +144,24 @@ class FederationConfig:
     long_updates: Literal["reject", "clip"] = setting(
         "reject", "What happens to a longer one: refused, or scaled down to the limit."
     )
+    rule: Literal["auto", "mean", "clip", "median", "trimmed", "krum", "agreement"] = setting(
+        "auto",
+        "How updates are averaged, each expert's and the router's: their mean (the paper), or a rule that a few "
+        "hostile clients cannot carry away (docs/trust.md); auto is clip over sites and mean elsewhere.",
+    )
+    hostile: float = setting(
+        0.3, "rule=trimmed or krum: share of the clients that may be hostile.", low=0.0, high=0.49
+    )
+    max_share: float = setting(
+        1.0, "Most that one client counts in an expert or in the router, as a share.", low=0.0, high=1.0
+    )
+    quarantine: int = setting(
+        0,
+        "A client whose updates pull against the others' (a cosine below -0.1) in so many rounds in a row is not "
+        "asked again; 0: never.",
+        low=0,
+        high=1_000_000,
+    )
     max_samples: int = setting(10_000_000, "Most examples that a client can have.", low=1)
     sites: int = setting(
         0, "Deployment: how many sites must be there before alignment; later ones join.", low=0, high=1_000_000

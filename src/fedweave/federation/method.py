@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
-from fedweave.aggregation.rules import ClientAverage, ExpertAverage
+from fedweave.aggregation.robust import client_average, expert_average
 from fedweave.config import Config
 from fedweave.discovery.clusterers import Buckets
 from fedweave.errors import UserError
@@ -162,9 +162,10 @@ class Method(ABC):
 
     def aggregate(self, engine: Engine, state: ServerState, updates: Iterable[Update]) -> ServerState:
         """Line 14: experts over matched prototypes, the router over whole clients."""
-        experts = ExpertAverage(state.layout, state.theta.device)
+        experts = expert_average(state.layout, state.theta.device, self.config)
         learns = state.router is not None and self.trains_router
-        router = ClientAverage(state.router.size, state.theta.device) if learns and state.router else None
+        device, size = state.theta.device, state.router.size if state.router else 0
+        router = client_average(size, device, self.config) if learns else None
         for update in updates:
             experts.add(update.delta_theta, update.counts, update.samples)
             if router is not None and update.delta_phi is not None:

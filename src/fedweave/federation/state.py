@@ -19,6 +19,7 @@ class ServerState(RoutedExperts):
     private: torch.Tensor | None = None  # [clients, P] what clients keep, where the server plays them
     signatures: torch.Tensor | None = None  # [M, D] means of the experts' buckets, for clients that come later
     norms: dict[str, list[float]] = field(default_factory=dict)  # median norms of accepted updates, recent rounds
+    doubts: dict[str, int] = field(default_factory=dict)  # client -> rounds in a row in which it pulled against all
     report: dict[str, Any] = field(default_factory=dict)  # how discovery and alignment went
 
     def tensors(self) -> dict[str, torch.Tensor]:

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from fedweave.aggregation.rules import ClientAverage
+from fedweave.aggregation.robust import client_average, streams
 from fedweave.alignment.align import (
     Alignment,
     align,
@@ -179,14 +179,15 @@ def assign(
 
 def start_experts(engine: Engine, step: StartExperts, layout: AdapterLayout, receipts: Receipts) -> torch.Tensor:
     """θ⁰ [P]: means of warmup adapters as a stream; an expert without any starts where all of them did."""
-    single = layout.with_experts(1)
-    seed = step.config.seed
-    means = [ClientAverage(single.size, torch.device("cpu")) for _ in range(layout.experts)]
+    single, config = layout.with_experts(1), step.config
+    first = first_adapter(single, config.seed)
+    origin = torch.zeros(1) if streams(config) else first  # other rules than the mean measure how far one moved
+    means = [client_average(single.size, torch.device("cpu"), config) for _ in range(layout.experts)]
     for _, start in engine.ask(step, engine.members, Message(), receipts):
         for m, adapter, buckets in start:
-            means[m].add(adapter, buckets)
-    first = first_adapter(single, seed)
-    return layout.stack([mean.step() if mean.weight else first for mean in means], layout.initial_shared(seed))
+            means[m].add(adapter - origin, buckets)
+    starts = [origin + mean.step() if mean.weight else first for mean in means]
+    return layout.stack(starts, layout.initial_shared(config.seed))
 
 
 def preparation_bytes(members: Sequence[Member], *asked: tuple[Receipts, int]) -> dict[str, dict[str, int]]:

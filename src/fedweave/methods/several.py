@@ -9,7 +9,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
-from fedweave.aggregation.rules import ClientAverage, ExpertAverage
+from fedweave.aggregation.robust import client_average, expert_average
 from fedweave.config import Config
 from fedweave.federation.admission import Receipts
 from fedweave.federation.client import Client, Member
@@ -63,8 +63,8 @@ class FedLEASE(Aligned):
     def aggregate(self, engine: Engine, state: ServerState, updates: Iterable[Update]) -> ServerState:
         assert state.phi is not None and state.router is not None
         device = state.theta.device
-        experts = ExpertAverage(state.layout, device)
-        routers = [ClientAverage(state.router.size, device) for _ in state.shares]
+        experts = expert_average(state.layout, device, self.config)
+        routers = [client_average(state.router.size, device, self.config) for _ in state.shares]
         for update in updates:
             experts.add(update.delta_theta, update.counts, update.samples)
             assert update.delta_phi is not None

@@ -17,7 +17,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
-from fedweave.aggregation.rules import ClientAverage
+from fedweave.aggregation.robust import client_average
 from fedweave.config import Config, WarmStartConfig
 from fedweave.federation.admission import Receipts
 from fedweave.federation.client import Client
@@ -82,7 +82,7 @@ def warm_up_router(
     progress = engine.console.progress("router warm start", settings.rounds * len(pupils), "client rounds")
     for t in range(settings.rounds):
         question = Message({"phi": phi}, {"t": t, "contrast": contrast, **router_facts(router)})
-        average, heard = ClientAverage(router.size, phi.device), Receipts(bytes_up=receipts.bytes_up)
+        average, heard = client_average(router.size, phi.device, step.config), Receipts(bytes_up=receipts.bytes_up)
         for _, (delta, samples) in engine.ask(step, pupils, question, heard):
             average.add(delta, samples)
             progress.advance()

@@ -166,6 +166,7 @@ class RunFolder:
             "router": asdict(state.router) if state.router else None,  # type: ignore[typeddict-item]
             "shares": state.shares,
             "norms": state.norms,
+            "doubts": state.doubts,
             "report": state.report,
             "clients": [client.record() for client in context.engine.members],
             "metrics_bytes": self.metrics.stat().st_size,

@@ -54,6 +54,7 @@ class CheckpointMeta(TypedDict):
     router: RouterShape | None
     shares: list[float]
     norms: dict[str, list[float]]
+    doubts: NotRequired[dict[str, int]]
     report: dict[str, object]  # an AlignmentReport
     clients: list[dict[str, object]]  # as they record themselves
     metrics_bytes: int  # length of metrics.jsonl
@@ -98,6 +99,7 @@ class Snapshot:
             private=on_device.get("private"),
             signatures=on_device.get("signatures"),
             norms=meta["norms"],
+            doubts=meta.get("doubts", {}),
             report=meta["report"],
         )
 
