@@ -185,6 +185,13 @@ class BackboneName(TypedDict):
     fingerprint: str
 
 
+class ClientFigures(TypedDict):
+    """The test as one client sees it: on rows kept back from its own, or on its mixture of the common tasks."""
+
+    loss: float
+    score: NotRequired[float]
+
+
 class Tested(TypedDict):
     """The test of one state."""
 
@@ -194,6 +201,7 @@ class Tested(TypedDict):
     top1: dict[str, list[float]]  # task -> share of prompts that each expert answers
     score: NotRequired[ByTask]
     routings: NotRequired[dict[str, RoutingCost]]
+    clients: NotRequired[dict[str, ClientFigures]]
     round: NotRequired[int]
 
 
@@ -260,10 +268,13 @@ class Prediction(TypedDict):
 
     task: str
     origin: str
-    prediction: str
+    prompt: str | list[dict[str, str]]  # a text, or a chat's messages
     reference: str
-    score: float
+    loss: float
+    expert: int  # the router's first choice
     weights: list[float]  # of the router
+    prediction: NotRequired[str]  # with its score, where answers were generated
+    score: NotRequired[float]
 
 
 # -------------------------------------------------------------------------------------- beyond one run

@@ -20,6 +20,7 @@ from fedweave.console import Console
 from fedweave.data import load_data
 from fedweave.data.examples import Example, Task
 from fedweave.data.own import read_test
+from fedweave.data.rows import Fields, read_fields
 from fedweave.errors import UserError
 from fedweave.experts.mixture import Mixture
 from fedweave.inference.model import FedWeaveModel
@@ -28,8 +29,8 @@ from fedweave.runs.folder import RunFolder, Snapshot
 from fedweave.runs.reading import read_run, resume_command
 from fedweave.runs.testing import evaluate_models, routed_models
 from fedweave.runs.text import results_table
-from fedweave.runs.workspace import held_out
-from fedweave.schema import Description
+from fedweave.runs.workspace import TestSet
+from fedweave.schema import Description, Prediction
 from fedweave.settings import insert
 
 
@@ -46,6 +47,11 @@ def load(
         raise UserError(f"{folder} is a run, whose config names its backbone; another is for bundles only.")
     _, config = RunFolder.open(folder)
     return _run_models(folder, config, last, Console(quiet=True), device)[0][0]
+
+
+def row_fields(folder: Path) -> Fields:
+    """How a run's rows call their columns; a bundle knows only the usual names."""
+    return {} if not (folder / "config.yaml").is_file() else read_fields(RunFolder.open(folder)[1].data.fields)
 
 
 def _run_models(
@@ -114,8 +120,16 @@ def _described(source: Path, last: bool) -> tuple[FedWeaveModel, Description]:
 # -------------------------------------------------------------------------------------- testing
 
 
-def evaluate(folder: Path, overrides: list[str], data: Path | None, last: bool, console: Console) -> str:
-    """Losses and scores of a run or a bundle as a table, on the run's test set or on a file."""
+def evaluate(
+    folder: Path,
+    overrides: list[str],
+    data: Path | None,
+    last: bool,
+    console: Console,
+    predictions: list[Prediction] | None = None,
+) -> str:
+    """Losses and scores of a run or a bundle as a table, on the run's test set or on a file; ``predictions`` gets a
+    record of every row."""
     if is_bundle(folder):
         config, examples, tasks, models = _bundle(folder, overrides, data, console)
     else:
@@ -124,7 +138,7 @@ def evaluate(folder: Path, overrides: list[str], data: Path | None, last: bool, 
         models, _ = _run_models(folder, config, last, console)
     rows, encoded = encode(models[0].backbone, examples, config.data.long_answers, console)
     features = compute_features(models[0].backbone, [e.prompt for e in encoded], console)
-    result = evaluate_models(config, tasks, models, held_out(rows, encoded, features), console)
+    result = evaluate_models(config, tasks, models, TestSet(rows, encoded, features), console, predictions)
     return results_table(result, {name: task.title for name, task in tasks.items()})
 
 

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
+import numpy as np
 import torch
 
 from fedweave.backbone.encode import encode
@@ -14,6 +15,7 @@ from fedweave.backbone.prompts import Encoded
 from fedweave.config import BackboneConfig, Config
 from fedweave.console import Console
 from fedweave.data import FederatedData, load_data
+from fedweave.data.clients import client_weights
 from fedweave.data.examples import Example, Task
 from fedweave.errors import UserError
 from fedweave.federation.client import Client
@@ -27,11 +29,14 @@ from fedweave.training.batch import ClientData
 class TestSet:
     """Held-out examples with what scoring needs. Labels stay on this side; no method sees a TestSet."""
 
+    examples: list[Example]
     encoded: list[Encoded]
     features: torch.Tensor  # [n, d]
-    labels: list[str]
-    references: list[str]
-    origins: list[str]
+    clients: dict[str, np.ndarray] = field(default_factory=dict)  # how much each row counts for each client, [n]
+
+    @property
+    def labels(self) -> list[str]:
+        return [e.task for e in self.examples]
 
 
 @dataclass
@@ -103,7 +108,7 @@ class Prepared:
             )
         ]
         validation, test = (
-            held_out(*group, part)
+            TestSet(*group, part, client_weights(self.data.clients, group[0]))
             for group, part in zip(self.groups[len(names) :], parts[len(names) :], strict=True)
         )
         labels = [[e.task for e in examples] for examples, _ in self.groups[: len(names)]]
@@ -161,13 +166,3 @@ def _prepare(config: Config, console: Console, kept: Kept) -> Prepared:
             f"{truncated} prompts exceed backbone.max_length={config.backbone.max_length} and lose their beginning."
         )
     return Prepared(config, data, backbone, groups)
-
-
-def held_out(examples: list[Example], encoded: list[Encoded], features: torch.Tensor) -> TestSet:
-    return TestSet(
-        encoded,
-        features,
-        [e.task for e in examples],
-        [e.response for e in examples],
-        [e.origin for e in examples],
-    )
