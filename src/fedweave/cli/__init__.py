@@ -11,12 +11,12 @@ import sys
 from collections.abc import Sequence
 
 import fedweave
-from fedweave.cli import analyse, check, deliver, deploy, look, show, train, use
+from fedweave.cli import analyse, check, deliver, deploy, explain, look, show, train, use
 from fedweave.cli.verbs import Verbs
 from fedweave.console import Console
 from fedweave.errors import UserError
 
-FAMILIES = (train, check, deploy, use, deliver, show, analyse, look)
+FAMILIES = (train, check, deploy, use, explain, deliver, show, analyse, look)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

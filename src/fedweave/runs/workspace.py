@@ -49,7 +49,11 @@ class Workspace:
     engine: InProcessEngine
     validation: TestSet
     test: TestSet
-    client_labels: list[list[str]]  # for the audit, by client and example
+    client_rows: list[list[Example]]  # for the audit, by client
+
+    @property
+    def client_labels(self) -> list[list[str]]:
+        return [[e.task for e in rows] for rows in self.client_rows]
 
     @property
     def tasks(self) -> dict[str, Task]:
@@ -71,7 +75,7 @@ class Workspace:
         parts = [client.data for client in self.engine.members]
         examples, features = [e for part in parts for e in part.examples], torch.cat([p.features for p in parts])
         self.engine.members = [Client(0, ClientData("everybody", examples, features, gathered=len(parts)))]
-        self.client_labels = [[label for labels in self.client_labels for label in labels]]
+        self.client_rows = [[e for rows in self.client_rows for e in rows]]
 
     def reveal_labels(self) -> None:
         """Swap every feature for its task label, one-hot."""
@@ -111,14 +115,14 @@ class Prepared:
             TestSet(*group, part, client_weights(self.data.clients, group[0]))
             for group, part in zip(self.groups[len(names) :], parts[len(names) :], strict=True)
         )
-        labels = [[e.task for e in examples] for examples, _ in self.groups[: len(names)]]
+        rows = [examples for examples, _ in self.groups[: len(names)]]
         processes = world()
         engine = (
             InProcessEngine(self.backbone, clients, self.config, console)
             if processes is None
             else ShardedEngine(self.backbone, clients, self.config, console, processes)
         )
-        return Workspace(self.config, self.data, self.backbone, engine, validation, test, labels)
+        return Workspace(self.config, self.data, self.backbone, engine, validation, test, rows)
 
 
 class Kept:
