@@ -1,6 +1,7 @@
 """Write a model for others: a bundle, one dense model, or one adapter for a fixed mixture.
 
 DIR/README.md                  model card
+    experts.json               what each expert is, where that was asked for
     fedweave.json              what the router needs to know, and a checksum of every file
     router.safetensors
     expert_0/adapter_config.json, adapter_model.safetensors      loads with plain PEFT and vLLM
@@ -22,6 +23,7 @@ from safetensors.torch import save_file
 
 from fedweave.bundle.adapter import check_adapter, compare, probe, write_adapter
 from fedweave.bundle.card import Origin, merged_card, model_card, soft_card
+from fedweave.description.record import Experts, write_experts
 from fedweave.errors import UserError
 from fedweave.files import atomic_folder, file_sha256
 from fedweave.inference.model import FedWeaveModel
@@ -32,8 +34,8 @@ from fedweave.settings import to_tree
 SCHEMA = 1
 
 
-def write_bundle(target: Path, model: FedWeaveModel, origin: Origin) -> Description:
-    """A model as a bundle; returns what fedweave.json holds."""
+def write_bundle(target: Path, model: FedWeaveModel, origin: Origin, told: Experts | None = None) -> Description:
+    """A model as a bundle, with what is ``told`` of its experts; returns what fedweave.json holds."""
     description = describe(model, origin)
     layout = model.mixture.layout
     with _new_folder(target) as partial:
@@ -42,7 +44,9 @@ def write_bundle(target: Path, model: FedWeaveModel, origin: Origin) -> Descript
             write_adapter(folder, layout.named(model.theta.cpu(), m), description)
             check_adapter(folder, model, _only(m, layout.experts))
         _write_router(partial, model)
-        (partial / "README.md").write_text(model_card(model, origin), encoding="utf-8")
+        if told is not None:
+            write_experts(partial, told)
+        (partial / "README.md").write_text(model_card(model, origin, told), encoding="utf-8")
         description["files"] = {
             str(p.relative_to(partial)): file_sha256(p) for p in sorted(partial.rglob("*")) if p.is_file()
         }

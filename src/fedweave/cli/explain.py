@@ -28,6 +28,10 @@ def register(verbs: Verbs) -> None:
     describe.add_argument("--json", action="store_true", help="print JSON instead of text")
     last(describe)
     quiet(describe)
+    worth = verbs.add("worth", _worth, "Was it worth it? A run against every client alone and one shared adapter.")
+    worth.add_argument("folder", type=Path, help="a finished run; the two references are trained into it once")
+    worth.add_argument("--json", action="store_true", help="print JSON instead of tables")
+    quiet(worth)
 
 
 def _describe(arguments: argparse.Namespace, console: Console) -> None:
@@ -39,6 +43,16 @@ def _describe(arguments: argparse.Namespace, console: Console) -> None:
     names = dict(map(_name, arguments.name))
     found = describe_folder(arguments.folder, arguments.data, arguments.last, names, console)
     print(json.dumps(found, ensure_ascii=False, indent=1) if arguments.json else experts_text(found))
+
+
+def _worth(arguments: argparse.Namespace, console: Console) -> None:
+    import json
+
+    from fedweave.analysis.worth import worth_text
+    from fedweave.compare.worth import weigh
+
+    found = weigh(arguments.folder, console)
+    print(json.dumps(found, ensure_ascii=False, indent=1) if arguments.json else worth_text(found))
 
 
 def _name(text: str) -> tuple[int, str]:

@@ -48,13 +48,27 @@ def read_experts(folder: Path) -> Experts | None:
     """What a run or a bundle says of its experts; None where it says nothing."""
     try:
         found: Experts = json.loads((folder / FILE).read_text(encoding="utf-8"))
-        if found["schema"] != 1 or not all({"name", "share", "words"} <= e.keys() for e in found["experts"]):
+        if found["schema"] != 1 or not isinstance(found["source"], str) or not all(map(_whole, found["experts"])):
             raise ValueError
+        int(found["round"])
     except FileNotFoundError:
         return None
     except (OSError, ValueError, TypeError, AttributeError, KeyError):
         raise UserError(f"{folder / FILE} is damaged; remove it, and `fedweave describe` makes it again.") from None
     return found
+
+
+def _whole(expert: Expert) -> bool:
+    """Whether all parts have their types; one that is missing raises."""
+    counts = [*expert.get("clients", {}).values(), *expert.get("tasks", {}).values()]
+    texts = [expert["name"], *expert["words"], *expert.get("typical", [])]
+    for example in expert.get("examples", []):
+        texts += [example["prompt"], example["answer"], example["bare"], example["reference"]]
+    return (
+        isinstance(expert["share"], float)
+        and all(isinstance(n, int) for n in counts)
+        and all(isinstance(text, str) for text in texts)
+    )
 
 
 def write_experts(folder: Path, found: Experts) -> None:

@@ -21,6 +21,7 @@ from fedweave.data import load_data
 from fedweave.data.examples import Example, Task
 from fedweave.data.own import read_test
 from fedweave.data.rows import Fields, read_fields
+from fedweave.description.record import Experts, limited, read_experts
 from fedweave.errors import UserError
 from fedweave.experts.mixture import Mixture
 from fedweave.inference.model import FedWeaveModel
@@ -77,10 +78,30 @@ def _run_models(
 # -------------------------------------------------------------------------------------- for others
 
 
-def export_run(folder: Path, target: Path, last: bool = False) -> Description:
-    """Write a run's best (or last) model as a bundle; returns what fedweave.json holds."""
+def export_run(folder: Path, target: Path, last: bool = False, tell: str | None = None) -> Description:
+    """Write a run's best (or last) model as a bundle; returns what fedweave.json holds. ``tell`` is how much of the
+    data's own words goes with it: none, words or examples."""
     require_new(target)
-    return write_bundle(target, *_the_model(folder, last))
+    told = told_experts(folder, tell)
+    model, origin = _the_model(folder, last)
+    if told is not None and told["round"] != origin.round:
+        again = f"fedweave describe {folder}{' --last' if last else ''}"
+        raise UserError(f"what {folder} tells of its experts is of round {told['round']}; `{again}` first.")
+    return write_bundle(target, model, origin, told)
+
+
+def told_experts(folder: str | Path, tell: str | None) -> Experts | None:
+    """As much as others may read of the experts: of a run what ``tell`` allows, of a bundle all that it has."""
+    repository = hub_repository(folder)
+    folder = Path(folder) if repository is None else fetch_bundle(repository)
+    if is_bundle(folder):
+        return read_experts(folder)
+    if tell is None:
+        return None
+    found = read_experts(folder)
+    if found is None:
+        raise UserError(f"{folder} says nothing of its experts yet; `fedweave describe {folder}` finds out.")
+    return limited(found, tell)
 
 
 def export_soft(source: Path, target: Path, weights: Sequence[float], last: bool = False) -> None:

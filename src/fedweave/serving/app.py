@@ -14,6 +14,7 @@ from starlette.concurrency import run_in_threadpool
 
 from fedweave.backbone.load import Backbone
 from fedweave.backbone.prompts import EncodedPrompt, LongAnswer
+from fedweave.description.record import Experts
 from fedweave.errors import UserError
 from fedweave.serving.answers import Answers, EventStream, Gone, unless_gone
 from fedweave.serving.guard import ApiError, Guard, speak_openai
@@ -27,8 +28,11 @@ ROUTED = "fedweave"  # the model name that leaves the choice to the router
 class Api:
     """Requests to jobs, events to responses."""
 
-    def __init__(self, backbone: Backbone, experts: int, backend: Backend, limits: Limits):
+    def __init__(
+        self, backbone: Backbone, experts: int, backend: Backend, limits: Limits, told: Experts | None = None
+    ):
         self.backbone, self.backend, self.limits = backbone, backend, limits
+        self.told = told["experts"] if told else []
         self.names = [ROUTED, *(f"expert_{m}" for m in range(experts))]
         self.metrics = Metrics(backend)
         self.started = int(time.time())
@@ -96,8 +100,9 @@ class Api:
                 "created": self.started,
                 "owned_by": "fedweave",
                 "root": self.backbone.name,
+                **({"fedweave": self.told[number - 1]} if 0 < number <= len(self.told) else {}),
             }
-            for name in self.names
+            for number, name in enumerate(self.names)  # 0: the router's choice
         ]
 
     async def health(self) -> JSONResponse:
