@@ -122,16 +122,19 @@ def answer(against: Mapping[str, list[Paired]], experts: int) -> str:
     parts = []
     for name, figures in against.items():
         told = next((found for found in figures if verdict(found) != "unclear"), figures[0])
+        what = f"{experts} experts" if experts > 1 else "This method"
         if name == "alone":
             said = {"better": "Federating was worth it", "worse": "Federating did harm"}
-            unclear = "Federating made no clear difference"
+            unclear, helped = "Federating made no clear difference", "Federating helped every client here"
         else:
-            what = f"{experts} experts" if experts > 1 else "This method"
             said = {
                 "better": f"{what} beat one shared adapter",
                 "worse": f"{what} did worse than one shared adapter",
             }
             unclear = f"{what} and one shared adapter differ by nothing clear"
+            helped = f"{what} beat one shared adapter at every client here"
+        if told["better"] == told["clients"] > 1:
+            unclear = f"{helped}, by amounts too uneven, or at clients too few, to be sure"
         parts.append(f"{said.get(verdict(told), unclear)}: {evidence(told, name)}.")
     return " ".join(parts)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from fedweave.description.record import FILE, read_experts, title
+from fedweave.description.record import read_experts, title
 from fedweave.description.text import no_words, shares
 from fedweave.report.parts import ExpertCard, Section
 from fedweave.runs.reading import RunRecord
@@ -38,5 +38,5 @@ def what_experts_are(lead: RunRecord) -> Section:
             )
         )
     names = all(expert["name"] for expert in found["experts"])
-    section.lacks(not names, f"names: fedweave describe {lead.path} --name 0=… gives them. ({FILE} keeps them.)")
+    section.lacks(not names, f"names of your own: fedweave describe {lead.path} --name 0=NAME gives them.")
     return section
