@@ -4,14 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from fedweave.console import shade, table
+from fedweave.console import columns_of, shade, table
+from fedweave.description.record import Experts, title
+from fedweave.description.text import no_words
 from fedweave.schema import Audit, ByTask, Summary, Tested
 
 AUDIT = ["purity", "NMI", "ARI"]
 
 
-def summary_text(summary: Summary) -> str:
-    """A summary as text."""
+def summary_text(summary: Summary, experts: Experts | None = None) -> str:
+    """A summary as text, with what is known of the experts."""
     tested, chosen = summary["test"], summary["validation"]
     parts = [
         "",
@@ -27,6 +29,8 @@ def summary_text(summary: Summary) -> str:
         parts.append("no site measured a validation loss")
     else:
         parts.append(f"validation loss of all sites: {chosen['best_loss']:.3f}")
+    if experts and summary["experts"] > 1:
+        parts += ["", _experts(experts)]
     if summary["audit"]:
         parts += ["", table(["alignment audit", *AUDIT], audit_rows(summary["audit"]))]
     parts += [""] + [f"note: {note}" for note in summary["notes"]]
@@ -55,6 +59,17 @@ def audit_rows(audit: Audit) -> list[list[str]]:
         [level, f"{found['purity']:.3f}", f"{found['nmi']:.3f}", f"{found['ari']:.3f}"]
         for level, found in levels.items()
     ]
+
+
+def _experts(found: Experts) -> str:
+    """Who gets which prompts: a line for each, whether rows have labels or not."""
+    titles = [title(found, m) for m in range(len(found["experts"]))]
+    width = max(map(columns_of, titles))
+    lines = ["  words that set apart the prompts of"]
+    for name, expert in zip(titles, found["experts"], strict=True):
+        blank = " " * (width - columns_of(name))
+        lines.append(f"  {name}{blank}  {expert['share']:4.0%}  {', '.join(expert['words']) or no_words(found)}")
+    return "\n".join(lines)
 
 
 def _routing(summary: Summary, best: Tested) -> str:
