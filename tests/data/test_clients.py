@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from fedweave.data.clients import client_weights
+from fedweave.data.clients import ClientWeights
 from fedweave.data.examples import Example
 
 
@@ -12,14 +12,14 @@ def rows(*tasks, client=""):
 
 def test_rows_kept_back_from_a_client_speak_for_it_alone():
     held = [*rows("a", client="north"), *rows("a", "b", client="south")]
-    found = client_weights({"north": rows("a"), "south": rows("a"), "small": rows("b")}, held)
-    assert found["north"].tolist() == [1, 0, 0] and found["south"].tolist() == [0, 0.5, 0.5]
-    assert found["small"].tolist() == [0, 0, 0], "too small to hold a row back"
+    found = ClientWeights({"north": rows("a"), "south": rows("a"), "small": rows("b")}, held)
+    assert found.of("north").tolist() == [1, 0, 0] and found.of("south").tolist() == [0, 0.5, 0.5]
+    assert found.of("small").tolist() == [0, 0, 0], "too small to hold a row back"
 
 
 def test_a_common_set_speaks_by_the_mixture_of_tasks():
     held = rows("a", "b", "b")
-    found = client_weights({"mixed": rows("a", "a", "a", "b"), "pure": rows("b"), "other": rows("c")}, held)
-    np.testing.assert_allclose(found["mixed"], [0.75, 0.125, 0.125])
-    np.testing.assert_allclose(found["pure"], [0, 0.5, 0.5])
-    assert not found["other"].any()
+    found = ClientWeights({"mixed": rows("a", "a", "a", "b"), "pure": rows("b"), "other": rows("c")}, held)
+    np.testing.assert_allclose(found.of("mixed"), [0.75, 0.125, 0.125])
+    np.testing.assert_allclose(found.of("pure"), [0, 0.5, 0.5])
+    assert not found.of("other").any()

@@ -7,7 +7,7 @@ import pytest
 
 from fedweave.description.describe import text_of, typical
 from fedweave.description.record import limited, read_experts
-from fedweave.description.text import shares, short
+from fedweave.description.text import shares, short, words_of
 from fedweave.runs.text import summary_text
 from tests.helpers import read_json, read_jsonl, write_jsonl
 
@@ -118,6 +118,9 @@ def test_typical_rows_are_near_the_middle_and_apart():
 def test_texts_are_cut_wherever_they_have_no_blanks():
     assert short("天" * 500).startswith("天" * 100) and len(short("天" * 500)) <= 160 and short(" ") == "(nothing)"
     assert text_of(({"role": "system", "content": "S"}, {"role": "user", "content": " a "})) == "a"
+    idle = {"name": "", "share": 0.0, "words": []}
+    said = {"schema": 1, "source": "", "round": 1, "experts": [idle, {**idle, "share": 1.0}]}
+    assert [words_of(said, e)[0] for e in said["experts"]] == ["it gets no prompt", "none stand out"]
     assert shares({"a": 6, "b": 2, "c": 1, "d": 1}, most=2) == "a 60%, b 20%, 2 others 20%"
 
 
@@ -128,5 +131,5 @@ def test_a_run_ends_with_a_line_for_every_expert(trained):
     )
     assert "expert 0, 天气" in said
     for expert in found["experts"]:
-        assert f"{expert['share']:4.0%}  {', '.join(expert['words']) or 'none stand out'}" in said
+        assert f"{expert['share']:4.0%}  {', '.join(words_of(found, expert))}" in said
     assert "words that set apart" not in summary_text(summary)

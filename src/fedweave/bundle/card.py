@@ -149,7 +149,10 @@ def _results(origin: Origin, note: str) -> list[str]:
         return [*(_sites(measured) if measured and "sites" in measured else []), *remarks]
     used, scores = best["used"], best.get("score", {})
     lines = ["## Test", "", f"| task | score | loss ({used}) |", "|---|---|---|"]
-    for task, loss in best["loss"][used].items():
+    losses = best["loss"][used]
+    for task, loss in losses.items():
+        if task == "macro" and len(losses) == 2:  # the mean of one task is that task
+            continue
         score = f"{scores[task]:.3f}" if task in scores else "–"
         lines.append(f"| {summary['tasks'].get(task, 'macro average')} | {score} | {loss:.3f} |")
     experts = range(summary["experts"])

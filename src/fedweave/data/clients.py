@@ -1,4 +1,4 @@
-"""What a held-out row says about one client: how much it counts there."""
+"""What held-out rows say about one client: how much each counts there."""
 
 from __future__ import annotations
 
@@ -10,16 +10,26 @@ import numpy as np
 from fedweave.data.examples import Example
 
 
-def client_weights(clients: Mapping[str, Sequence[Example]], held: Sequence[Example]) -> dict[str, np.ndarray]:
-    """Weights [n] of the held-out rows for every client, together 1, or 0 where no row speaks for it.
+class ClientWeights:
+    """Weights of the held-out rows for every client.
 
     Rows that were kept back from a client's own speak for it alone. A set that all have in common speaks for each
     by its mixture of tasks: a client that has sums alone is judged by sums alone."""
-    own = any(e.client for e in held)
-    sizes = Counter(e.task for e in held)
-    out = {}
-    for name, rows in clients.items():
-        share = Counter(e.task for e in rows)
-        weights = np.array([float(e.client == name) if own else share[e.task] / sizes[e.task] for e in held])
-        out[name] = weights / (weights.sum() or 1.0)
-    return out
+
+    def __init__(self, clients: Mapping[str, Sequence[Example]], held: Sequence[Example]):
+        self.mixtures = {name: Counter(e.task for e in rows) for name, rows in clients.items()}
+        self.tasks, self.owners = [e.task for e in held], [e.client for e in held]
+        self.sizes = Counter(self.tasks)
+
+    @property
+    def names(self) -> list[str]:
+        return list(self.mixtures)
+
+    def of(self, name: str) -> np.ndarray:
+        """[n] together 1, or 0 where no row speaks for the client."""
+        if any(self.owners):
+            weights = np.array([float(owner == name) for owner in self.owners])
+        else:
+            mixture = self.mixtures[name]
+            weights = np.array([mixture[task] / self.sizes[task] for task in self.tasks])
+        return weights / (weights.sum() or 1.0)

@@ -10,7 +10,7 @@ def experts_text(found: Experts) -> str:
     parts = [f"{len(found['experts'])} experts of round {found['round']}, by {found['source']}"]
     for m, expert in enumerate(found["experts"]):
         lines = [f"{title(found, m)}: {expert['share']:.0%} of the prompts"]
-        lines.append(f"  words    {', '.join(expert['words']) or no_words(found)}")
+        lines.append(f"  words    {', '.join(words_of(found, expert))}")
         for label, counts in (("clients", expert.get("clients")), ("labels", expert.get("tasks"))):
             if counts:
                 lines.append(f"  {label:7}  {shares(counts)}")
@@ -27,9 +27,11 @@ def experts_text(found: Experts) -> str:
     return "\n\n".join(parts)
 
 
-def no_words(found: Experts) -> str:
-    """Why there are none."""
-    return "none stand out" if len(found["experts"]) > 1 else "there is one expert, and none to set it apart from"
+def words_of(found: Experts, expert: Expert) -> list[str]:
+    """Its words, or why there are none."""
+    if len(found["experts"]) == 1:
+        return ["there is one expert, and none to set it apart from"]
+    return expert["words"] or ["none stand out" if expert["share"] else "it gets no prompt"]
 
 
 def shares(counts: dict[str, int], most: int = 6) -> str:

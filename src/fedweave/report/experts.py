@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from fedweave.description.record import read_experts, title
-from fedweave.description.text import no_words, shares
+from fedweave.description.text import shares, words_of
 from fedweave.report.parts import ExpertCard, Section
 from fedweave.runs.reading import RunRecord
 
@@ -31,7 +31,7 @@ def what_experts_are(lead: RunRecord) -> Section:
             ExpertCard(
                 title(found, m),
                 f"{expert['share']:.0%}",
-                expert["words"] or [no_words(found)],
+                words_of(found, expert),
                 facts,
                 expert.get("typical", []),
                 expert.get("examples", []),

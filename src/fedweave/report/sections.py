@@ -21,7 +21,7 @@ from fedweave.report.groups import Group
 from fedweave.report.parts import Section, Table
 from fedweave.report.worth import was_it_worth_it
 from fedweave.runs.reading import RunRecord, read_json
-from fedweave.runs.text import AUDIT, audit_rows
+from fedweave.runs.text import AUDIT, audit_rows, rows_of
 from fedweave.schema import ClientFigures, Tested
 
 _AT_HOME = "the sites keep it to themselves."
@@ -95,7 +95,7 @@ def _task_table(group: Group, best: Tested, lead: RunRecord) -> Table:
     scored, used = "score" in best, best["used"]
     others = [routing for routing in best["loss"] if routing != used]
     rows = []
-    for task in best["loss"][used]:
+    for task in rows_of(best["loss"][used]):
         title = {**lead.tasks, "macro": "macro average"}.get(task, task)
         row = [title, *([_figure(group.test("score", task))] if scored else []), _figure(group.test("loss", task))]
         for routing in others:  # a seed that found one expert has no other routing

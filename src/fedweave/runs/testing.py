@@ -53,10 +53,11 @@ def evaluate_models(
     if predictions is not None:
         predictions += _predictions(held, models[0], measured[0])
     result: Tested = _mean_tree(list(results))
-    if held.clients:
-        own = measured if len(measured) == len(held.clients) else [measured[0]] * len(held.clients)
-        each = zip(held.clients.items(), own, strict=True)
-        result["clients"] = {name: rows.weighted(weights) for (name, weights), rows in each if weights.any()}
+    if held.clients is not None:
+        names = held.clients.names
+        own = measured if len(measured) == len(names) else [measured[0]] * len(names)
+        each = ((name, held.clients.of(name), rows) for name, rows in zip(names, own, strict=True))
+        result["clients"] = {name: rows.weighted(weights) for name, weights, rows in each if weights.any()}
     return result
 
 

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 from fedweave.console import columns_of, shade, table
 from fedweave.description.record import Experts, title
-from fedweave.description.text import no_words
+from fedweave.description.text import words_of
 from fedweave.schema import Audit, ByTask, Summary, Tested
 
 AUDIT = ["purity", "NMI", "ARI"]
@@ -45,11 +45,16 @@ def results_table(tested: Tested, titles: Mapping[str, str], bare: ByTask | None
     header = ["test", *([f"score {used} ↑"] if scored else []), *(f"loss {r} ↓" for r in tested["loss"])]
     header += ["loss untouched"] if bare else []
     rows = []
-    for task in tested["loss"][used]:
+    for task in rows_of(tested["loss"][used]):
         row = [titles.get(task, "macro average"), *([f"{scored[task]:.3f}"] if scored else [])]
         row += [f"{losses[task]:.3f}" for losses in tested["loss"].values()]
         rows.append([*row, *([f"{bare[task]:.3f}"] if bare else [])])
     return table(header, rows)
+
+
+def rows_of(figures: ByTask) -> list[str]:
+    """The rows of a table by task: with several tasks their mean stands below."""
+    return list(figures) if len(figures) > 2 else [task for task in figures if task != "macro"]
 
 
 def audit_rows(audit: Audit) -> list[list[str]]:
@@ -68,7 +73,7 @@ def _experts(found: Experts) -> str:
     lines = ["  words that set apart the prompts of"]
     for name, expert in zip(titles, found["experts"], strict=True):
         blank = " " * (width - columns_of(name))
-        lines.append(f"  {name}{blank}  {expert['share']:4.0%}  {', '.join(expert['words']) or no_words(found)}")
+        lines.append(f"  {name}{blank}  {expert['share']:4.0%}  {', '.join(words_of(found, expert))}")
     return "\n".join(lines)
 
 

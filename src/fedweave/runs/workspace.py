@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
-import numpy as np
 import torch
 
 from fedweave.backbone.encode import encode
@@ -15,7 +14,7 @@ from fedweave.backbone.prompts import Encoded
 from fedweave.config import BackboneConfig, Config
 from fedweave.console import Console
 from fedweave.data import FederatedData, load_data
-from fedweave.data.clients import client_weights
+from fedweave.data.clients import ClientWeights
 from fedweave.data.examples import Example, Task
 from fedweave.errors import UserError
 from fedweave.federation.client import Client
@@ -32,7 +31,7 @@ class TestSet:
     examples: list[Example]
     encoded: list[Encoded]
     features: torch.Tensor  # [n, d]
-    clients: dict[str, np.ndarray] = field(default_factory=dict)  # how much each row counts for each client, [n]
+    clients: ClientWeights | None = None  # how much each row counts for each client, where they are known
 
     @property
     def labels(self) -> list[str]:
@@ -112,7 +111,7 @@ class Prepared:
             )
         ]
         validation, test = (
-            TestSet(*group, part, client_weights(self.data.clients, group[0]))
+            TestSet(*group, part, ClientWeights(self.data.clients, group[0]))
             for group, part in zip(self.groups[len(names) :], parts[len(names) :], strict=True)
         )
         rows = [examples for examples, _ in self.groups[: len(names)]]
