@@ -33,6 +33,13 @@ class ExpertsConfig:
     min_share: float = setting(
         0.02, "labels=router: an expert with a smaller share of all examples is dropped.", low=0.0, high=0.5
     )
+    rest: float = setting(
+        0.0,
+        "router.training=chosen: share of a client's examples that pass the shared part alone in a round, so that "
+        "it can stand alone for prompts like none before.",
+        low=0.0,
+        high=0.9,
+    )
     target_modules: tuple[str, ...] = setting(
         ("q_proj", "v_proj"), "Linear layers that carry experts, by the end of their names.", low=1
     )
@@ -67,6 +74,18 @@ class RouterConfig:
         "soft",
         "soft: an example passes all experts, weighted by the router, which learns (the paper); chosen: only its "
         "own expert, and the router stays as its warm start left it and sends nothing.",
+    )
+    gate: Literal["full", "sure"] = setting(
+        "full",
+        "How much a kept expert counts: fully, or as much as the router is sure of it, so that the shared part "
+        "carries the rest.",
+    )
+    familiar: float = setting(
+        1.0,
+        "Share of the training prompts that lie within what is called familiar; a prompt farther out gets the "
+        "shared part alone. 1: all prompts are familiar.",
+        low=0.5,
+        high=1.0,
     )
     warm_start: WarmStartConfig = field(default_factory=WarmStartConfig)
 
@@ -128,6 +147,9 @@ class TrainingConfig:
     lr: float = setting(1e-4, "AdamW rate of the adapters.", low=0.0)
     schedule: Literal["constant", "late"] = setting(
         "constant", "How all rates change over the rounds; late: constant for half of them, then linearly to 0."
+    )
+    weighting: Literal["token", "example"] = setting(
+        "token", "What counts alike in a step's loss: every answer token, or every example whatever its length."
     )
     clip: float = setting(1.0, "Gradient norm per client, over its experts and router together.", low=1e-9)
     weight_decay: float = setting(0.0, "AdamW weight decay.", low=0.0)

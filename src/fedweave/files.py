@@ -3,8 +3,6 @@
 Each is written under another name, forced to the disk and renamed, so that it exists whole or not at all.
 """
 
-from __future__ import annotations
-
 import hashlib
 import os
 import shutil
@@ -16,7 +14,6 @@ from fedweave.errors import UserError
 
 
 def write_atomic(path: Path, content: str | bytes) -> None:
-    """Replace a small file in one step."""
     try:
         with atomic_file(path) as partial:
             _write(partial, content)

@@ -289,10 +289,14 @@ class ComparedCell(TypedDict):
 
 
 class RouterShape(TypedDict):
+    """A RouterLayout."""
+
     width: int
     hidden: int
     experts: int
     scale: str
+    sure: NotRequired[bool]
+    axes: NotRequired[int]
 
 
 class Description(TypedDict):

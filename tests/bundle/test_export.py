@@ -126,8 +126,8 @@ def test_adapters_carry_what_vllm_asks_for(bundle, model_folder):
         assert ranks == {config["r"]}
         layers = {f"model.layers.{i}.self_attn.{p}" for i in range(2) for p in config["target_modules"]}
         assert keys == {f"base_model.model.{n}.lora_{f}.weight" for n in layers for f in "AB"}
-    assert "--max-lora-rank 8 " in vllm_command("m", 3, 4) and "--max-loras 3" in vllm_command("m", 3, 4)
-    assert "expert_2=PATH/expert_2" in vllm_command("m", 3, 4)
+    command = vllm_command("m", ["expert_0", "expert_1", "shared"], 4)
+    assert "--max-lora-rank 8 " in command and "--max-loras 3" in command and "shared=PATH/shared" in command
 
 
 def test_a_bundle_is_evaluated_on_a_file(trained, bundle, tmp_path, says, complains):

@@ -19,7 +19,8 @@ from tests.helpers import PROMPTS, SMALL
 
 SWITCHES = [
     "experts.shared_rank=8", "experts.start=zero", "experts.labels=router", "router.training=chosen",
-    "training.batches=mixed", "training.schedule=late", "training.lr=1e-2",
+    "training.batches=mixed", "training.schedule=late", "training.lr=1e-2", "training.weighting=example",
+    "router.gate=sure", "router.familiar=0.9", "experts.rest=0.2",
 ]  # fmt: skip
 
 

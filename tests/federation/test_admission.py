@@ -52,9 +52,9 @@ class Tampered:
             if member.index != BAD:
                 yield member, sealed
                 continue
-            for reply in self.tamper(sealed()):
+            for reply in self.tamper(sealed):
                 if isinstance(reply, Message):
-                    yield member, lambda reply=reply: reply
+                    yield member, reply
                 else:
                     yield reply
 
@@ -283,11 +283,10 @@ def test_a_run_logs_refusals_and_remembers_norms_over_a_resume(tmp_path, small, 
     replies = InProcessEngine.replies
 
     def tampered(self, step, *args):
-        for member, sealed in replies(self, step, *args):
-            reply = sealed()
+        for member, reply in replies(self, step, *args):
             if step.name == "train" and member.index == BAD and reply.facts["t"] == 1:
                 reply = with_facts(samples=-1)(reply)
-            yield member, lambda reply=reply: reply
+            yield member, reply
 
     monkeypatch.setattr(InProcessEngine, "replies", tampered)
     folder = tmp_path / "run"
@@ -309,8 +308,7 @@ def test_the_server_never_holds_more_than_two_answers(config, prepared, backbone
     method = build_method(config)
     question = broadcast(state, 0)
     asked = [Asked(engine.members[0], question, engine.layers, engine.width)]
-    ((_, sealed),) = engine.replies(method.train, asked, question)
-    sent = sealed()
+    ((_, sent),) = engine.replies(method.train, asked, question)
     alive: list[weakref.ref] = []
     most = 0
 
@@ -321,7 +319,7 @@ def test_the_server_never_holds_more_than_two_answers(config, prepared, backbone
                 message = Message({name: x.clone() for name, x in sent.tensors.items()}, sent.facts)
                 alive.append(weakref.ref(message))
                 most = max(most, sum(ref() is not None for ref in alive))
-                yield one.member, lambda message=message: message
+                yield one.member, message
 
     clients = [Client(i, engine.members[0].data) for i in range(50)]
     crowd = Crowd(backbone, clients, config, engine.console)

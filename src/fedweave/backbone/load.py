@@ -167,7 +167,6 @@ def linear_layers(model: PreTrainedModel, targets: Sequence[str], title: str) ->
 
 
 def load_backbone(config: BackboneConfig) -> Backbone:
-    """Find, load and freeze the model that ``config`` names."""
     from transformers import AutoModelForCausalLM
     from transformers.utils import logging as hf_logging
 

@@ -80,12 +80,12 @@ def merged_card(description: Description, expert: int, prompt: str) -> str:
     return "\n".join(lines)
 
 
-def vllm_command(model: str, experts: int, rank: int, path: str = "PATH") -> str:
+def vllm_command(model: str, adapters: Sequence[str], rank: int, path: str = "PATH") -> str:
     """The command that serves all experts by name; the rank it is told must be one that vLLM allows."""
     allowed = next((r for r in _VLLM_RANKS if r >= rank), rank)
-    modules = " ".join(f"expert_{m}={path}/expert_{m}" for m in range(experts))
+    modules, count = " ".join(f"{name}={path}/{name}" for name in adapters), len(adapters)
     return (
-        f"vllm serve {model} --enable-lora --max-loras {experts} --max-lora-rank {allowed} --lora-modules {modules}"
+        f"vllm serve {model} --enable-lora --max-loras {count} --max-lora-rank {allowed} --lora-modules {modules}"
     )
 
 
@@ -204,7 +204,7 @@ def _loading(config: Config, model: FedWeaveModel) -> list[str]:
         "All experts in vLLM, chosen by name, or by the router with `fedweave serve PATH --upstream URL` in front:",
         "",
         "```bash",
-        vllm_command(config.backbone.model, layout.experts, layout.rank + layout.shared),
+        vllm_command(config.backbone.model, model.experts.adapter_names, layout.rank + layout.shared),
         "```",
         "",
     ]

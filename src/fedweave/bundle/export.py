@@ -16,7 +16,9 @@ import json
 import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import asdict
 from pathlib import Path
+from typing import cast
 
 import torch
 from safetensors.torch import save_file
@@ -27,7 +29,7 @@ from fedweave.description.record import Experts, write_experts
 from fedweave.errors import UserError
 from fedweave.files import atomic_folder, file_sha256
 from fedweave.inference.model import FedWeaveModel
-from fedweave.router.mlp import RouterLayout
+from fedweave.router.routed import SHARED
 from fedweave.schema import Description, RouterShape
 from fedweave.settings import to_tree
 
@@ -43,6 +45,10 @@ def write_bundle(target: Path, model: FedWeaveModel, origin: Origin, told: Exper
             folder = partial / f"expert_{m}"
             write_adapter(folder, layout.named(model.theta.cpu(), m), description)
             check_adapter(folder, model, _only(m, layout.experts))
+        if SHARED in model.experts.adapter_names:
+            nobody = torch.zeros(layout.experts)
+            write_adapter(partial / SHARED, layout.mixed(model.theta.cpu(), nobody, ()), description)
+            check_adapter(partial / SHARED, model, nobody)
         _write_router(partial, model)
         if told is not None:
             write_experts(partial, told)
@@ -112,7 +118,7 @@ def describe(model: FedWeaveModel, origin: Origin) -> Description:
         "shared": layout.shared,
         "alpha": config.experts.alpha,
         "target_modules": list(config.experts.target_modules),
-        "router": _shape(model.experts.router) if model.experts.router else None,
+        "router": cast(RouterShape, asdict(model.experts.router)) if model.experts.router else None,
         "shares": model.experts.shares,
         "feature": "mean over prompt tokens of the bare backbone's last hidden states, after the final norm",
     }
@@ -122,10 +128,6 @@ def require_new(target: Path) -> None:
     """What exists is never written over; worth a look before a model is loaded."""
     if target.exists():
         raise UserError(f"{target} exists; choose another folder.")
-
-
-def _shape(router: RouterLayout) -> RouterShape:
-    return {"width": router.width, "hidden": router.hidden, "experts": router.experts, "scale": router.scale}
 
 
 @contextmanager

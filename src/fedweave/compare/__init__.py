@@ -1,7 +1,5 @@
 """Comparisons: grids of runs and their tables."""
 
-from __future__ import annotations
-
 import json
 import os
 from collections.abc import Sequence

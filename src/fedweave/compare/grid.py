@@ -6,8 +6,6 @@ setting of that method's cells alone. A finished cell is never run again, not ev
 share it, and an interrupted one is resumed, so a crash loses at most the round that was under way.
 """
 
-from __future__ import annotations
-
 import itertools
 import json
 import time
@@ -33,8 +31,6 @@ _KEYS = ["recipe", "axes", "set", "per", "best_of", "tables"]
 
 @dataclass
 class Comparison:
-    """What to run."""
-
     recipe: str
     axes: dict[str, list[object]]  # config key -> values
     settings: list[str] = field(default_factory=list)  # overrides of every cell
@@ -45,8 +41,6 @@ class Comparison:
 
 @dataclass
 class Cell:
-    """One run of the grid."""
-
     values: dict[str, object]  # axis -> value
     config: Config
     folder: Path
@@ -71,11 +65,6 @@ def _identity(config: ConfigTree) -> str:
     return json.dumps({**config, "output": None}, sort_keys=True)
 
 
-def _turn_of_seed(cell: Cell, grid: Sequence[Cell]) -> int:
-    """0 for the grid's first seed, 1 for its second …"""
-    return list(dict.fromkeys(other.config.seed for other in grid)).index(cell.config.seed)
-
-
 def comparison_names() -> list[str]:
     return sorted(p.stem for p in COMPARISONS.glob("*.yaml"))
 
@@ -89,10 +78,8 @@ def load_comparison(name: str, overrides: Sequence[str], best_of: str | None) ->
             hint = nearest(name, [*comparison_names(), *recipe_names()])
             raise UserError(f"there is no comparison or recipe {name!r}: {hint}")
         tree = {"recipe": name, "axes": {}}
-    unknown = set(tree) - set(_KEYS)
-    if unknown:
-        hint = nearest(sorted(unknown)[0], _KEYS)
-        raise UserError(f"{path}: unknown key {sorted(unknown)[0]!r}: {hint}")
+    if unknown := sorted(set(tree) - set(_KEYS)):
+        raise UserError(f"{path}: unknown key {unknown[0]!r}: {nearest(unknown[0], _KEYS)}")
     axes = {str(key): list(values) for key, values in tree["axes"].items()}
     settings = [f"{key}={json.dumps(value)}" for key, value in (tree.get("set") or {}).items()]
     per = {
@@ -141,8 +128,6 @@ def cells(comparison: Comparison, output: Path) -> list[Cell]:
 
 @dataclass
 class Outcome:
-    """What became of a grid."""
-
     finished: list[tuple[Cell, Summary]] = field(default_factory=list)
     folders: list[Path] = field(default_factory=list)  # of the finished; may be another grid's
     failures: list[str] = field(default_factory=list)  # a sentence each
@@ -169,10 +154,9 @@ class Runner:
     def run(self) -> dict[str, Outcome]:
         """What became of every grid, by its name."""
         grids = self.grids
-        turns = sorted(
-            ((name, cell) for name, grid in grids.items() for cell in grid),
-            key=lambda turn: _turn_of_seed(turn[1], grids[turn[0]]),
-        )
+        seeds = {name: list(dict.fromkeys(cell.config.seed for cell in grid)) for name, grid in grids.items()}
+        turns = [(name, cell) for name, grid in grids.items() for cell in grid]
+        turns.sort(key=lambda turn: seeds[turn[0]].index(turn[1].config.seed))  # all first seeds, all second …
         outcomes = {name: Outcome() for name in grids}
         for number, (name, cell) in enumerate(turns, start=1):
             known = self._known.get(cell.identity)

@@ -31,7 +31,6 @@ class Figure:
         return list(self.by_seed.values())
 
     def over(self, seeds: Sequence[int]) -> list[float]:
-        """Its values for these seeds."""
         return [self.by_seed[seed] for seed in seeds if seed in self.by_seed]
 
     @property
@@ -144,9 +143,7 @@ def _figures(summary: Summary) -> dict[str, float]:
             figures[f"ms-{routing} per prompt"] = measured["ms_per_prompt"]
     if audit := summary["audit"]:
         for level, found in (("local", audit["local"]), ("global", audit["global"])):
-            figures |= {
-                f"purity {level}": found["purity"], f"nmi {level}": found["nmi"], f"ari {level}": found["ari"]
-            }  # fmt: skip
+            figures |= {f"{name} {level}": value for name, value in found.items() if isinstance(value, float)}
     figures["validation loss"] = summary["validation"]["best_loss"]
     return figures
 
@@ -261,7 +258,6 @@ def _decorate(figure: Figure | None, rank: int | None, bold: str, underline: str
 
 
 def as_csv(results: Results) -> str:
-    """One line per row and column."""
     out = io.StringIO()
     writer = csv.writer(out)
     writer.writerow([*results.axes, "quantity", "mean", "standard deviation", "seeds"])

@@ -1,7 +1,5 @@
 """Examples, where they come from, and how they reach the clients."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 from fedweave.config import Config
@@ -55,11 +53,10 @@ def _deal(config: Config, found: TaskFolder, notes: list[str]) -> FederatedData:
     data = config.data
     splits = split_pools(found.pools, data, config.seed)
     train = by_kind(row for parts in splits.values() for row in parts["train"])
-    shares = (
-        pure_partition(train, data.clients, config.seed)
-        if data.partition == "pure"
-        else dirichlet_partition(train, data.clients, data.alpha, config.seed)
-    )
+    if data.partition == "pure":
+        shares = pure_partition(train, data.clients, config.seed)
+    else:
+        shares = dirichlet_partition(train, data.clients, data.alpha, config.seed)
     return FederatedData(
         clients=dict(zip(client_names(data.clients), shares, strict=True)),
         validation=[e for parts in splits.values() for e in parts["validation"]],

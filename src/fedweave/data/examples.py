@@ -1,7 +1,5 @@
 """The unit of data: a prompt, its answer, and, for building and auditing only, a task label."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 
 from fedweave.schema import Manifest

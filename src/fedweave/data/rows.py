@@ -9,8 +9,6 @@ Known without a map:
 Each may have ``system``, ``task`` and ``client``. ``data.fields`` names other columns: prompt=question,client=site.
 """
 
-from __future__ import annotations
-
 import reprlib
 from collections.abc import Sequence
 

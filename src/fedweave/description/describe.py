@@ -16,7 +16,6 @@ from fedweave.description.record import Example, Expert, Experts
 from fedweave.description.words import distinctive
 from fedweave.inference.generate import generate
 from fedweave.inference.model import FedWeaveModel
-from fedweave.router.mlp import sparsify
 
 TYPICAL = 3  # prompts, and examples, of each expert
 LONGEST_ANSWER = 64  # tokens of an example
@@ -110,7 +109,7 @@ def _examples(model: FedWeaveModel, held: Asked) -> list[list[Example]]:
     prompts = model.backbone.prompts.encode_prompts([held.prompts[i] for i in rows])
     bare = generate(model.backbone, prompts, LONGEST_ANSWER)
     if held.answers is None:
-        gates = sparsify(weights[rows], "sparse")
+        gates = model.experts.gates(weights[rows], "sparse")
         answers = generate(model.backbone, prompts, LONGEST_ANSWER, model.mixture, model.theta, gates)
     else:
         answers = [held.answers[i] for i in rows]

@@ -1,7 +1,5 @@
 """Audits that need task labels, which no method ever saw: alignment quality and the task × expert table."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import numpy as np

@@ -4,8 +4,6 @@ The comparison is fair to specialists: a client is held only against what others
 fixed sample of columns, so that the server keeps a few kilobytes per client and never a second copy of an update.
 """
 
-from __future__ import annotations
-
 import torch
 
 from fedweave.experts.layout import AdapterLayout

@@ -4,8 +4,6 @@ A checkpoint is a folder of a safetensors file and a JSON file, which exists who
 goes only after it.
 """
 
-from __future__ import annotations
-
 import json
 import shutil
 from pathlib import Path

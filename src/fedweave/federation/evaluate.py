@@ -12,7 +12,6 @@ from fedweave.federation.client import OWN, Client
 from fedweave.federation.message import Facts, Message
 from fedweave.federation.state import received
 from fedweave.federation.steps import Answer, Asked, Figure, Step
-from fedweave.router.mlp import sparsify
 
 if TYPE_CHECKING:
     from fedweave.federation.compute import Compute
@@ -61,7 +60,7 @@ class Evaluate(Step[Loss]):
             if own is not None and shared is not None:  # a site answers with what it keeps
                 theta = torch.where(shared.to(theta.device), theta, own)
             weights = state.weights(held.features)
-            gates = sparsify(weights, self.method.selection)
+            gates = state.gates(weights, self.method.selection)
             losses = compute.losses(state.layout, theta, held.examples, gates)
             entropy = max(0.0, -(weights.clamp(min=1e-12).log() * weights).sum().item())
             yield Answer(figures={"total": losses.sum().item(), "entropy": entropy, "count": len(held)})

@@ -17,8 +17,8 @@ from fedweave.errors import UserError
 from fedweave.experts.mixture import Mixture
 from fedweave.inference.rows import Row, RunningBatch
 from fedweave.inference.sampling import Sampling
-from fedweave.router.mlp import active_experts, sparsify
-from fedweave.router.routed import RoutedExperts
+from fedweave.router.mlp import active_experts
+from fedweave.router.routed import RoutedExperts, foremost
 
 
 @dataclass
@@ -26,7 +26,7 @@ class Answer:
     """A text and who gave it."""
 
     text: str
-    expert: int  # the one with the largest weight
+    expert: int  # the one with the largest weight; -1: none, for a prompt like none before
     weights: list[float]  # of all experts
     ended: str = "stop"  # stop: by itself or at a stop string; length: at max_new_tokens
 
@@ -77,8 +77,7 @@ class FedWeaveModel:
             if row.ended and progress:
                 progress.advance()
         return [
-            Answer(row.text.text, int(w.argmax()), w.tolist(), row.ended)
-            for row, w in zip(rows, weights, strict=True)
+            Answer(row.text.text, foremost(w), w.tolist(), row.ended) for row, w in zip(rows, weights, strict=True)
         ]
 
     def stream(self, prompt: Prompt, routing: str = "sparse", **options: object) -> Iterator[str]:
@@ -97,7 +96,7 @@ class FedWeaveModel:
         sampling = Sampling.of(options)
         active_experts(routing)
         weights = self.route_encoded(encoded)
-        gates = sparsify(weights, routing)
+        gates = self.experts.gates(weights, routing)
         return weights, [
             Row(self.backbone, prompt, gate, sampling, number)
             for number, (prompt, gate) in enumerate(zip(encoded, gates, strict=True))

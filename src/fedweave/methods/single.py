@@ -5,8 +5,6 @@ FedSVD is FFA-LoRA with an A that follows what was learned. FedSA-LoRA averages 
 Local-only shares nothing, centralised everything.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from dataclasses import replace
 

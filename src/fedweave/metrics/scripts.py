@@ -1,7 +1,5 @@
 """Text in any script: its words, and the scripts that it is written in."""
 
-from __future__ import annotations
-
 import unicodedata
 from collections import Counter
 from collections.abc import Iterable

@@ -10,7 +10,6 @@ from dataclasses import dataclass
 import torch
 from flwr.serverapp import Grid
 
-from fedweave.backbone.encode import encode
 from fedweave.backbone.features import compute_features
 from fedweave.backbone.load import Backbone, load_backbone
 from fedweave.config import Config
@@ -125,7 +124,7 @@ def load_test(config: Config, console: Console) -> ServerTest | None:
         return None
     rows, tasks, notes = read_test(config, config.federation.test, "federation.test=")
     backbone = load_backbone(config.backbone)
-    rows, encoded = encode(backbone, rows, config.data.long_answers, console)
+    rows, encoded = backbone.prompts.encode_fitting(rows, config.data.long_answers, console.warn)
     features = compute_features(backbone, [e.prompt for e in encoded], console)
     engine = InProcessEngine(backbone, [], config, console)
     return ServerTest(config, backbone, engine, TestSet(rows, encoded, features), tasks, notes)

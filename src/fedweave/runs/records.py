@@ -41,7 +41,7 @@ def validation_record(losses: torch.Tensor, weights: torch.Tensor, held: TestSet
     """Losses [n] by task, and how the router spreads the prompts: its weights are [n, M]."""
     entropy = -(weights.clamp(min=1e-12).log() * weights).sum(1).mean().item()
     experts = weights.shape[1]
-    chosen = torch.bincount(weights.argmax(1), minlength=experts) / len(weights)
+    chosen = torch.bincount(weights.argmax(1)[weights.any(1)], minlength=experts) / len(weights)
     return {
         "loss": losses.mean().item(),
         "tasks": per_task(losses, held.labels),

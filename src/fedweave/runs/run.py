@@ -20,7 +20,6 @@ from fedweave.federation.rounds import RoundReport, federate
 from fedweave.federation.state import ServerState
 from fedweave.files import write_atomic
 from fedweave.methods import build_method
-from fedweave.router.mlp import sparsify
 from fedweave.runs.continuing import initial_state
 from fedweave.runs.folder import Progress, RunFolder
 from fedweave.runs.live import LiveProgress
@@ -133,7 +132,7 @@ class LocalRun:
         models = served_models(self.workspace, state)
         for model in models:
             weights = model.weights(held.features)
-            gates = sparsify(weights, build_method(self.config).selection)
+            gates = model.experts.gates(weights, build_method(self.config).selection)
             losses += example_losses(self.backbone, held.encoded, model.mixture, model.theta, gates) / len(models)
         record = validation_record(losses, weights, held)
         if self.config.evaluation.score_rounds:

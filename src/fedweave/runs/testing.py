@@ -103,19 +103,21 @@ def _evaluate_model(
     losses = {}
     bar = console.progress("test losses", len(held.encoded) * len(routings), "examples")
     for routing in routings:
-        gates = sparsify(weights, routing)
+        gates = model.experts.gates(weights, routing)
         losses[routing] = example_losses(model.backbone, held.encoded, model.mixture, model.theta, gates, bar)
         result["loss"][routing] = per_task(losses[routing], held.labels)
     bar.close()
     rows = Rows(losses[result["used"]])
     if settings.scores:
-        rows.answers, rows.scores = _answers(config, tasks, model, held, sparsify(weights, used), console)
+        rows.answers, rows.scores = _answers(
+            config, tasks, model, held, model.experts.gates(weights, used), console
+        )
         result["score"] = per_task(rows.scores, held.labels)
     if settings.compare_routings:
         result["routings"] = {}
         for routing in ("sparse", "top2", "soft"):
             started = time.monotonic()
-            _, scored = _answers(config, tasks, model, held, sparsify(weights, routing), console)
+            _, scored = _answers(config, tasks, model, held, model.experts.gates(weights, routing), console)
             seconds = time.monotonic() - started
             result["routings"][routing] = {
                 "score": per_task(scored, held.labels),
@@ -131,7 +133,8 @@ def answer_scores(
     used = build_method(config).routing
     each = []
     for model in models:
-        _, scored = _answers(config, tasks, model, held, sparsify(model.weights(held.features), used), console)
+        gates = model.experts.gates(model.weights(held.features), used)
+        _, scored = _answers(config, tasks, model, held, gates, console)
         each.append(per_task(scored, held.labels))
     return _mean_tree(each)
 

@@ -8,7 +8,6 @@ from pathlib import Path
 
 import torch
 
-from fedweave.backbone.encode import encode
 from fedweave.backbone.features import compute_features
 from fedweave.backbone.load import load_backbone
 from fedweave.bundle.card import Origin
@@ -157,7 +156,7 @@ def evaluate(
         _, config = RunFolder.open(folder, overrides)
         examples, tasks = _examples(config, data, console)
         models, _ = _run_models(folder, config, last, console)
-    rows, encoded = encode(models[0].backbone, examples, config.data.long_answers, console)
+    rows, encoded = models[0].backbone.prompts.encode_fitting(examples, config.data.long_answers, console.warn)
     features = compute_features(models[0].backbone, [e.prompt for e in encoded], console)
     result = evaluate_models(config, tasks, models, TestSet(rows, encoded, features), console, predictions)
     return results_table(result, {name: task.title for name, task in tasks.items()})

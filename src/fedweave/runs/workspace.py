@@ -7,7 +7,6 @@ from typing import Any
 
 import torch
 
-from fedweave.backbone.encode import encode
 from fedweave.backbone.features import cached_features
 from fedweave.backbone.load import Backbone, load_backbone
 from fedweave.backbone.prompts import Encoded
@@ -155,7 +154,7 @@ def _prepare(config: Config, console: Console, kept: Kept) -> Prepared:
     if backbone.note:
         console.say(f"note: {backbone.name}: {backbone.note}.")
     groups = [
-        encode(backbone, rows, config.data.long_answers, console)
+        backbone.prompts.encode_fitting(rows, config.data.long_answers, console.warn)
         for rows in [*data.clients.values(), data.validation, data.test]
     ]
     for name, (rows, _) in zip([*data.clients, "validation", "test"], groups, strict=True):

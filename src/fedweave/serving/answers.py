@@ -1,7 +1,5 @@
 """Events to responses: the answers to one request, whole or as a stream, for as long as its client is there."""
 
-from __future__ import annotations
-
 import asyncio
 import time
 from collections.abc import AsyncIterator, Awaitable
@@ -11,10 +9,10 @@ from fastapi import Request
 from fastapi.responses import StreamingResponse
 from starlette.types import Receive, Scope, Send
 
-from fedweave.serving.guard import ApiError
+from fedweave.router.routed import adapter_name
+from fedweave.serving.guard import Metrics
 from fedweave.serving.jobs import Answering, Ended, Event, Failed, Piece, Routed
-from fedweave.serving.metrics import Metrics
-from fedweave.serving.protocol import Json, Reply, error_body, event, usage
+from fedweave.serving.protocol import ApiError, Json, Reply, error_body, event, usage
 
 T = TypeVar("T")
 
@@ -88,7 +86,7 @@ class Answers:
         self.metrics.tokens.labels("prompt").inc(self.prompt_tokens)
         self.metrics.tokens.labels("completion").inc(tokens)
         for routed in self.routed:
-            self.metrics.answers.labels(f"expert_{routed.expert}").inc()
+            self.metrics.answers.labels(adapter_name(routed.expert)).inc()
 
 
 class EventStream(StreamingResponse):

@@ -1,7 +1,5 @@
 """Requests and responses as OpenAI clients write and read them."""
 
-from __future__ import annotations
-
 import json
 import time
 import uuid
@@ -178,12 +176,25 @@ class Reply:
 
 
 def event(content: Json) -> str:
-    """One server-sent event."""
     return f"data: {json.dumps(content, ensure_ascii=False)}\n\n"
 
 
 def usage(prompt: int, completion: int) -> dict[str, int]:
     return {"prompt_tokens": prompt, "completion_tokens": completion, "total_tokens": prompt + completion}
+
+
+class ApiError(Exception):
+    """No answer, or no more of it: an HTTP status and a sentence."""
+
+    def __init__(self, status: int, message: str, code: str | None = None, headers: dict[str, str] | None = None):
+        super().__init__(message)
+        self.status, self.code, self.headers = status, code, headers
+
+
+def busy(seconds: int) -> ApiError:
+    """No room for more; try again after some seconds."""
+    message = f"the queue is full; try again in {seconds} s."
+    return ApiError(429, message, "queue_full", {"Retry-After": str(seconds)})
 
 
 def error_body(status: int, message: str, code: str | None = None, param: str | None = None) -> Json:

@@ -1,7 +1,5 @@
 """Everything together: load, bind, serve."""
 
-from __future__ import annotations
-
 import asyncio
 import socket
 from collections.abc import Callable
@@ -22,8 +20,6 @@ from fedweave.serving.local import LocalBackend
 
 @dataclass(frozen=True)
 class ServerSettings:
-    """Where and for whom."""
-
     host: str = "127.0.0.1"
     port: int = 8000
     key: str | None = None

@@ -5,8 +5,6 @@ to process as messages, one at a time and in the clients' order. All of them the
 the same order as a single process would, and only the first writes the run folder.
 """
 
-from __future__ import annotations
-
 import atexit
 import os
 from collections.abc import Iterator, Mapping, Sequence
@@ -94,8 +92,7 @@ class ShardedEngine(InProcessEngine):
         own = (message for _, message in self.answers(step, mine, question))
         for one in asked:
             owner = self._owner(one.member)
-            message = self.world.pass_on(owner, next(own) if owner == self.world.rank else None)
-            yield one.member, lambda message=message: message  # type: ignore[misc]
+            yield one.member, self.world.pass_on(owner, next(own) if owner == self.world.rank else None)
 
     def shared(self, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """What any process has of the clients that it owns, known to all."""

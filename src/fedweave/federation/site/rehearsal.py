@@ -1,7 +1,5 @@
 """``fedweave site check``: every question of a federation once, with nobody listening, and what each would send."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -20,8 +18,7 @@ from fedweave.federation.hello import Hello
 from fedweave.federation.message import Message
 from fedweave.federation.rounds import one_round
 from fedweave.federation.site.settings import SiteConfig
-from fedweave.federation.site.site import BuildMethod, Models, Site
-from fedweave.federation.site.sources import OwnFiles
+from fedweave.federation.site.site import BuildMethod, Models, OwnFiles, Site
 from fedweave.federation.state import broadcast
 from fedweave.federation.steps import Asked, Reply
 
@@ -93,7 +90,7 @@ class RehearsalEngine(Engine):
             if "error" in message.facts:
                 raise UserError(f"the site cannot answer {step.name!r}: {message.facts['error']}")
             self.sent[step.name] = message
-            yield member, lambda message=message: message  # type: ignore[misc]
+            yield member, message
 
     def restore(self, records: Sequence[dict[str, Any]], tensors: Mapping[str, torch.Tensor]) -> None:
         """Nothing is kept of a rehearsal."""

@@ -1,10 +1,8 @@
 """What a site decides for itself: where its data and model are, and whom it joins. It never leaves the site."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from fedweave.errors import UserError
 from fedweave.settings import build, read_yaml, setting
@@ -40,8 +38,6 @@ class LinkSettings:
 
 @dataclass(frozen=True)
 class SiteConfig:
-    """One site."""
-
     name: str = setting("", "The site's name in the federation; it must not change.")
     data: str = setting("", "JSONL file of training rows.")
     validation: str | None = setting(None, "JSONL file to validate on; without it a share of data is kept back.")
@@ -66,25 +62,17 @@ def load_site(path: Path) -> SiteConfig:
             f"{path}: superlink needs root_certificates and private_key (make-certificates.sh makes them), or "
             "insecure: true for a try on one machine."
         )
-    return _absolute(config, path.resolve().parent)
 
+    def found(settings: SiteConfig | LinkSettings, *keys: str) -> dict[str, Any]:
+        """Paths of these keys, where they are set."""
+        given = {key: getattr(settings, key) for key in keys}
+        return {key: str(folder / Path(name).expanduser()) for key, name in given.items() if name}
 
-def _absolute(config: SiteConfig, folder: Path) -> SiteConfig:
-    def found(name: str) -> str:
-        return str(folder / Path(name).expanduser()) if name else name
-
-    link = config.superlink
-    model = config.backbone
-    local = folder / Path(model.model).expanduser()
+    folder, model = path.resolve().parent, config.backbone.model
+    local = folder / Path(model).expanduser()
     return replace(
         config,
-        data=found(config.data),
-        validation=found(config.validation or "") or None,
-        state=found(config.state),
-        backbone=replace(model, model=str(local) if local.exists() else model.model),
-        superlink=replace(
-            link,
-            root_certificates=found(link.root_certificates or "") or None,
-            private_key=found(link.private_key or "") or None,
-        ),
+        **found(config, "data", "validation", "state"),
+        backbone=replace(config.backbone, model=str(local) if local.exists() else model),
+        superlink=replace(link, **found(link, "root_certificates", "private_key")),
     )

@@ -1,26 +1,27 @@
-"""A site answers questions: the same client code as in a simulation, on one client.
+"""A site answers questions: the same client code as in a simulation, on one client. Its rows and its model are its
+own files, or its share of a simulated federation.
 
 Its rows, features, buckets and labels stay in this process; what leaves, leaves by :mod:`fedweave.federation.exit`.
 """
 
-from __future__ import annotations
-
 import copy
 import traceback
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import numpy as np
 import torch
 
 import fedweave
-from fedweave.backbone.encode import encode
 from fedweave.backbone.features import cached_features
 from fedweave.backbone.load import Backbone, load_backbone
 from fedweave.backbone.prompts import PromptFormat
 from fedweave.config import BackboneConfig, Config, from_tree
 from fedweave.console import Console
+from fedweave.data import load_data
+from fedweave.data.examples import Example
+from fedweave.data.own import hold_out, read_examples
 from fedweave.errors import UserError, first_line
 from fedweave.federation.checkpoint import load_checkpoint, save_checkpoint
 from fedweave.federation.client import Client
@@ -28,13 +29,71 @@ from fedweave.federation.engines.in_process import InProcessEngine
 from fedweave.federation.hello import Hello
 from fedweave.federation.message import Message
 from fedweave.federation.method import Method
-from fedweave.federation.site.sources import Source
+from fedweave.federation.site.settings import SiteConfig
 from fedweave.federation.steps import Asked
 from fedweave.settings import read_yaml
+from fedweave.streams import stream_key
 from fedweave.training.batch import ClientData
 
 BuildMethod = Callable[[Config], Method]
 _MEMORY = "memory"  # the site's own folder for what nobody else has
+
+
+class OwnFiles:
+    """A real site."""
+
+    def __init__(self, site: SiteConfig):
+        self.site, self.name = site, site.name
+        self.state: Path | None = Path(site.state)  # where private parameters are kept; None: in memory
+
+    def backbone(self, config: BackboneConfig) -> BackboneConfig:
+        """The federation's backbone as this site loads it."""
+        own = self.site.backbone
+        return replace(config, model=own.model, revision=own.revision, device=own.device, dtype=own.dtype)
+
+    def rows(self, config: Config, index: int) -> tuple[list[Example], list[Example]]:
+        """Training and validation rows of client ``index``."""
+        rows = read_examples(_existing(self.site.data, "data"))
+        if not rows:
+            raise UserError(f"{self.site.data} is empty; add examples.")
+        if self.site.validation:
+            return rows, read_examples(_existing(self.site.validation, "validation"))
+        held: dict[str, list[Example]] = {"validation": []}
+        key = stream_key("holdout", config.seed, index)
+        return hold_out(rows, ["validation"], held, config.data.holdout, key), held["validation"]
+
+    def labels(self, config: Config) -> list[str] | None:
+        """The names of all tasks, for upper bounds that are told them; a real site knows no such list."""
+        return None
+
+
+class Share:
+    """Client ``index`` of a simulation; the validation examples are dealt out, so that their mean is the same."""
+
+    state: Path | None = None
+
+    def __init__(self, config: Config, index: int):
+        self.config, self.data = config, load_data(config)
+        self.index, self.name = index, list(self.data.clients)[index]
+
+    def backbone(self, config: BackboneConfig) -> BackboneConfig:
+        return config
+
+    def rows(self, config: Config, index: int) -> tuple[list[Example], list[Example]]:
+        return self.data.clients[self.name], self.data.validation[self.index :: len(self.data.clients)]
+
+    def labels(self, config: Config) -> list[str] | None:
+        return list(self.data.tasks)
+
+
+Source = OwnFiles | Share
+
+
+def _existing(name: str, key: str) -> Path:
+    path = Path(name)
+    if not path.is_file():
+        raise UserError(f"{key}: there is no file {path}.")
+    return path
 
 
 class Models:
@@ -64,19 +123,13 @@ def _files(config: BackboneConfig) -> tuple[str | None, ...]:
     return config.model, config.revision, config.device, config.dtype
 
 
-class SiteEngine(InProcessEngine):
-    """One client, whose answers leave the process."""
-
-    travels = True
-
-
 @dataclass
 class Session:
     """The site's part in one federation."""
 
     key: tuple[Config, int, str]  # settings, index, federation
     method: Method
-    engine: SiteEngine
+    engine: InProcessEngine  # one client, whose answers leave the process
     buckets: list[np.ndarray] = field(default_factory=list)  # all of them, also those that no expert serves
 
     @property
@@ -85,8 +138,6 @@ class Session:
 
 
 class Site:
-    """Answers the server's questions."""
-
     def __init__(self, source: Source, models: Models, build_method: BuildMethod, console: Console):
         self.source, self.models, self.build_method, self.console = source, models, build_method, console
         self.session: Session | None = None
@@ -153,7 +204,7 @@ class Site:
             raise UserError(f"{config.method} is told every task label: it runs in simulations only.")
         parts = []
         for rows in self.source.rows(config, index):
-            kept, encoded = encode(backbone, rows, config.data.long_answers, self.console)
+            kept, encoded = backbone.prompts.encode_fitting(rows, config.data.long_answers, self.console.warn)
             if labels:
                 tasks = torch.tensor([labels.index(row.task) for row in kept], dtype=torch.long)
                 features = torch.nn.functional.one_hot(tasks, len(labels)).float()
@@ -166,7 +217,8 @@ class Site:
         if (folder := self._folder(federation)) is not None and (folder / _MEMORY).is_dir():
             tensors, meta = load_checkpoint(folder / _MEMORY)
             client.memory.load({name: t.to(backbone.device) for name, t in tensors.items()}, meta["t"])
-        return Session((config, index, federation), method, SiteEngine(backbone, [client], config, self.console))
+        engine = InProcessEngine(backbone, [client], config, self.console, travels=True)
+        return Session((config, index, federation), method, engine)
 
     def _align(self, session: Session, question: Message) -> None:
         """Give the client the buckets that alignment saw and the experts that they were given."""

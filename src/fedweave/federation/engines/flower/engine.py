@@ -4,8 +4,6 @@ Every question goes to all sites at once and answers are used as they come. A si
 unknown costs its own answer and nothing else; each is one line for the operator.
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -131,12 +129,10 @@ class FlowerEngine(Engine):
                     "federation.patience."
                 )
             if waited >= said:
-                self.console.say(f"waiting for {what}; here: {', '.join(sorted(self._names())) or 'nobody'}")
+                here = sorted(site.name for site in [*self._here(), *self._waiting.values()])
+                self.console.say(f"waiting for {what}; here: {', '.join(here) or 'nobody'}")
                 said = waited + 30
             time.sleep(4 * POLL)
-
-    def _names(self) -> list[str]:
-        return [client.name for client in [*self._here(), *self._waiting.values()]]
 
     def _look_around(self) -> None:
         """Greet new nodes and notice those that went away."""
@@ -157,9 +153,8 @@ class FlowerEngine(Engine):
         strangers = [
             RemoteSite(-1, f"node {node}", node=node) for node in fresh if self._again.get(node, 0.0) < now
         ]
-        self._hellos |= self.transport.push(
-            Hello.name, strangers, Message(), lambda stranger: (stranger.node or 0, now + _HELLO), _HELLO
-        )
+        greeted = self.transport.push(Hello.name, strangers, Message(), _HELLO)
+        self._hellos |= {number: (stranger.node or 0, now + _HELLO) for number, stranger in greeted.items()}
         for reply in self.transport.pull(self._hellos):  # nobody is waited for: a silent node holds up no round
             node, _ = self._hellos.pop(reply.metadata.reply_to_message_id)
             if is_lost(reply):

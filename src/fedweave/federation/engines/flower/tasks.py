@@ -7,8 +7,6 @@ the network, and an operator's terminal is the server's terminal.
 This is the only module that touches what Flower does not call its public interface; flwr is pinned for it.
 """
 
-from __future__ import annotations
-
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -121,7 +119,7 @@ def answer_messages(runtime: Runtime, answer: Callable[[Message], Message], aliv
             token = _acquire(client, TaskType.CLIENT_APP)
             if token is not None:  # whatever has not come in by now never will: its run has ended
                 letter = _Incoming(runtime.client(token))
-            if letter is not None and letter.complete:
+            if letter is not None and letter.input is not None:
                 letter.reply(answer)
                 letter = None
                 continue
@@ -142,10 +140,6 @@ class _Incoming:
     def _fetch(self) -> None:
         with suppress(Exception):  # it stays incomplete
             self.input = pull_task_input(self.client)
-
-    @property
-    def complete(self) -> bool:
-        return self.input is not None
 
     def reply(self, answer: Callable[[Message], Message]) -> None:
         assert self.input is not None

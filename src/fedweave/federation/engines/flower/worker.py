@@ -1,7 +1,5 @@
 """A site's worker: it holds the data and the model and answers what its SuperNode receives."""
 
-from __future__ import annotations
-
 import shlex
 import signal
 from types import FrameType
@@ -10,13 +8,12 @@ from flwr.app import Message as FlowerMessage
 
 from fedweave.config import BackboneConfig
 from fedweave.console import Console
-from fedweave.federation.engines.flower.codec import from_records, to_records
 from fedweave.federation.engines.flower.launch import SuperNode
 from fedweave.federation.engines.flower.switches import hush
 from fedweave.federation.engines.flower.tasks import answer_messages
+from fedweave.federation.engines.flower.transport import from_records, to_records
 from fedweave.federation.site.settings import SiteConfig
-from fedweave.federation.site.site import BuildMethod, Models, Site
-from fedweave.federation.site.sources import OwnFiles
+from fedweave.federation.site.site import BuildMethod, Models, OwnFiles, Site
 
 
 def work(site: SiteConfig, build_method: BuildMethod, console: Console, own_supernode: bool) -> None:

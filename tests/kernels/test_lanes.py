@@ -2,7 +2,7 @@
 
 import torch
 
-from fedweave.kernels.segments import spread, sum_segments
+from fedweave.kernels.lanes import spread, sum_segments
 
 
 def test_sums_and_gradients_with_empty_sequences():
