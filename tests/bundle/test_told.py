@@ -3,7 +3,8 @@
 import json
 
 from fedweave.bundle.card import _experts
-from fedweave.description.record import read_experts
+from fedweave.description.record import limited, read_experts
+from fedweave.runs.use import told_experts
 from tests.helpers import read_json
 
 
@@ -15,6 +16,11 @@ def test_without_being_asked_a_bundle_holds_no_word_of_the_data(exported, traine
     told = everything(exported)
     assert not (exported / "experts.json").exists() and "## Experts" not in told
     assert not [p for e in read_experts(trained)["experts"] for p in e["typical"] if p in told]
+
+
+def test_a_served_run_tells_what_it_is_allowed_to(trained, exported):
+    assert told_experts(trained, None) is None and told_experts(exported, "examples") is None
+    assert told_experts(trained, "words") == limited(read_experts(trained), "words")
 
 
 def test_words_tell_neither_prompts_nor_clients(trained, tmp_path, says):
