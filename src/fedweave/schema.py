@@ -1,17 +1,26 @@
 """What runs, bundles and comparisons write, file by file: the types that writers and readers share. Plain JSON.
 
-config.yaml is :class:`fedweave.config.Config`, and ``checkpoints/`` is read by the run itself alone.
+config.yaml is :class:`fedweave.config.Config`; what is in ``checkpoints/`` is said in ``runs/snapshot.py``.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Literal, TypedDict
+from typing import Literal, TypedDict
 
-if TYPE_CHECKING:
-    from typing import NotRequired
+from typing_extensions import NotRequired
 
 ByTask = dict[str, float]  # task -> figure; "macro" is the unweighted mean over tasks
 ConfigTree = dict[str, object]  # a Config as nested dictionaries
+
+
+class DataFingerprint(TypedDict):
+    """Hashes of what a run trains and tests on: prompts, answers and whose they are."""
+
+    clients: str
+    validation: str
+    test: str
+    unseen: str
+    labels: str  # which only audit; upper bounds are told them
 
 
 class Manifest(TypedDict):
@@ -25,6 +34,7 @@ class Manifest(TypedDict):
     validation: NotRequired[list[str]]
     test: NotRequired[list[str]]
     unseen: NotRequired[list[str]]
+    fingerprint: NotRequired[DataFingerprint]
     federation: NotRequired[str]  # by which its sites know it
 
 
@@ -316,4 +326,4 @@ class Description(TypedDict):
     router: RouterShape | None
     shares: list[float]  # how much each router counts
     feature: str
-    files: NotRequired[dict[str, str]]  # name -> SHA-256; added when all files are there
+    files: dict[str, str]  # name -> SHA-256; empty until all files are there

@@ -7,7 +7,6 @@ import pytest
 import torch
 from peft import PeftModel
 from safetensors import safe_open
-from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from fedweave.bundle.adapter import check_adapter, probe
@@ -15,6 +14,8 @@ from fedweave.bundle.card import vllm_command
 from fedweave.bundle.load import load_bundle
 from fedweave.cli import main
 from fedweave.errors import UserError
+from fedweave.federation.checkpoint import save_checkpoint
+from fedweave.runs.folder import RunFolder
 from fedweave.runs.use import export_merged, export_soft
 from tests.helpers import PROMPTS, read_json, write_jsonl
 
@@ -101,12 +102,11 @@ def test_an_adapter_that_computes_something_else_is_caught(bundle):
 
 def test_an_export_that_is_not_finite_is_refused(trained, tmp_path):
     broken = shutil.copytree(trained, tmp_path / "run")
-    newest = sorted((broken / "checkpoints").glob("round-*"))[-1] / "state.safetensors"
-    tensors = load_file(newest)
-    for name in tensors:
+    newest = RunFolder(broken).newest()
+    for name, tensor in newest.tensors.items():
         if name.endswith("theta"):
-            tensors[name][0] = float("nan")
-    save_file(tensors, newest)
+            tensor[0] = float("nan")
+    save_checkpoint(newest.path.parent, newest.path.name, newest.tensors, newest.meta)
     with pytest.raises(UserError, match="NaN"):
         export_merged(broken, tmp_path / "dense", 0)
 

@@ -1,9 +1,7 @@
 """What a bundle tells of its experts: nothing unless asked, and then as much as was asked for."""
 
-import json
-
 from fedweave.bundle.card import _experts
-from fedweave.description.record import limited, read_experts
+from fedweave.description.record import limited, read_experts, write_experts
 from fedweave.runs.use import told_experts
 from tests.helpers import read_json
 
@@ -48,8 +46,7 @@ def test_examples_tell_all(trained, tmp_path, says, complains):
 
 def test_a_description_of_another_round_or_none_is_refused(tiny_copy, tmp_path, complains):
     run = tiny_copy("training.lr=1e-2", "backbone.end_of_answer=false")
-    found = read_json(run / "experts.json")
-    (run / "experts.json").write_text(json.dumps({**found, "round": 99}))
+    write_experts(run, {**read_experts(run), "round": 99})
     assert "is of round 99" in complains("export", run, tmp_path / "bundle", "--describe", "words")
     (run / "experts.json").unlink()
     assert "fedweave describe" in complains("export", run, tmp_path / "bundle", "--describe", "words")

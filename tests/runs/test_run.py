@@ -128,3 +128,17 @@ def _results(run: Path) -> dict:
     summary = read_json(run / "summary.json")
     config = {k: v for k, v in summary["config"].items() if k != "output"}
     return {**{k: v for k, v in summary.items() if k != "timing"}, "config": config}
+
+
+def test_a_run_goes_on_without_a_client_that_was_refused_at_once(tmp_path, small):
+    """Its rows stay out of the records, a resumed run, the report and the diagnosis."""
+    folder = tmp_path / "run"
+    most = ["discovery.max_buckets=1", "federation.max_samples=16", "training.rounds=1"]
+    assert main(["run", "quickstart", *small, *most, f"output={folder}", "--quiet"]) == 0
+    discovery = read_json(folder / "discovery.json")
+    assert list(discovery["clients"]) == list(discovery["bucket_tasks"]) == ["client_1", "client_2"]
+    for name, buckets in discovery["bucket_tasks"].items():
+        assert sum(sum(tasks.values()) for tasks in buckets) == discovery["clients"][name]["examples"]
+    assert main(["resume", str(folder), "training.rounds=2", "--quiet"]) == 0
+    assert read_json(folder / "summary.json")["clients"] == 2
+    assert main(["report", str(folder)]) == 0 and main(["diagnose", str(folder), "--quiet"]) == 0

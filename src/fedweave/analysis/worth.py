@@ -14,8 +14,7 @@ import numpy as np
 from scipy.stats import t as student
 
 from fedweave.console import table
-from fedweave.errors import UserError
-from fedweave.runs.reading import read_json
+from fedweave.json_files import read_json
 from fedweave.schema import ClientFigures, Tested
 
 FILE = "worth.json"
@@ -71,16 +70,7 @@ def worth(method: str, experts: int, ours: Tested, references: Mapping[str, Test
 
 def read_worth(run: Path) -> Worth | None:
     """What a run has been held against; None where it has not."""
-    found: Worth | None = read_json(run / FILE)
-    if found is None:
-        return None
-    try:
-        answer(found["against"], found["experts"])  # whatever is missing raises
-        for figure in kinds(found):
-            rows(found, figure)
-    except (KeyError, TypeError, AttributeError, ValueError, IndexError):
-        raise UserError(f"{run / FILE} is damaged; `fedweave worth {run}` makes it again.") from None
-    return found
+    return read_json(run / FILE, Worth, f"`fedweave worth {run}` makes it again")
 
 
 def paired(figure: Figure, ours: ByClient, theirs: ByClient, clients: list[str]) -> Paired:

@@ -146,8 +146,8 @@ class PromptFormat:
             except LongAnswer:
                 raise LongAnswer(
                     f"{example.origin}: the answer has {len(answer)} tokens and leaves no room for its prompt "
-                    f"within backbone.max_length={self.max_length}; raise it, shorten the answer, or drop such "
-                    "rows with data.long_answers=skip."
+                    f"within backbone.max_length={self.max_length}; shorten it, drop such rows with "
+                    "data.long_answers=skip, or raise that length for a new run."
                 ) from None
             out.append(
                 Encoded(

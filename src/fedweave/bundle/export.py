@@ -2,7 +2,7 @@
 
 DIR/README.md                  model card
     experts.json               what each expert is, where that was asked for
-    fedweave.json              what the router needs to know, and a checksum of every file
+    fedweave.json              what the router needs to know, and a checksum of every file but the card
     router.safetensors
     expert_0/adapter_config.json, adapter_model.safetensors      loads with plain PEFT and vLLM
     expert_1/…
@@ -12,7 +12,6 @@ Whatever is written is loaded back through PEFT and compared with the trained ex
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -29,6 +28,7 @@ from fedweave.description.record import Experts, write_experts
 from fedweave.errors import UserError
 from fedweave.files import atomic_folder, file_sha256
 from fedweave.inference.model import FedWeaveModel
+from fedweave.json_files import write_json
 from fedweave.router.routed import SHARED
 from fedweave.schema import Description, RouterShape
 from fedweave.settings import to_tree
@@ -52,11 +52,11 @@ def write_bundle(target: Path, model: FedWeaveModel, origin: Origin, told: Exper
         _write_router(partial, model)
         if told is not None:
             write_experts(partial, told)
-        (partial / "README.md").write_text(model_card(model, origin, told), encoding="utf-8")
         description["files"] = {
             str(p.relative_to(partial)): file_sha256(p) for p in sorted(partial.rglob("*")) if p.is_file()
         }
-        (partial / "fedweave.json").write_text(json.dumps(description, indent=1), encoding="utf-8")
+        (partial / "README.md").write_text(model_card(model, origin, told), encoding="utf-8")
+        write_json(partial / "fedweave.json", description)
     return description
 
 
@@ -121,6 +121,7 @@ def describe(model: FedWeaveModel, origin: Origin) -> Description:
         "router": cast(RouterShape, asdict(model.experts.router)) if model.experts.router else None,
         "shares": model.experts.shares,
         "feature": "mean over prompt tokens of the bare backbone's last hidden states, after the final norm",
+        "files": {},
     }
 
 

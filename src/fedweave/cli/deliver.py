@@ -6,7 +6,7 @@ import argparse
 import os
 from pathlib import Path
 
-from fedweave.cli.verbs import Verbs, last
+from fedweave.cli.verbs import Verbs, checkpoint, last
 from fedweave.console import Console
 from fedweave.description.record import LEVELS
 from fedweave.errors import UserError
@@ -25,6 +25,7 @@ def register(verbs: Verbs) -> None:
     )
     telling(export, "the bundle and its card tell")
     last(export)
+    checkpoint(export)
     push = verbs.add("push", _push, "Upload a bundle to a repository of the Hugging Face hub.")
     push.add_argument("bundle", type=Path, help="the bundle's folder")
     push.add_argument("repository", help="owner/name; made when it does not exist")
@@ -42,12 +43,11 @@ def register(verbs: Verbs) -> None:
         "--upstream", metavar="URL", help="only route, and let this server answer, which has the experts"
     )
     serve.add_argument("--upstream-key", help="its key (default: the environment's FEDWEAVE_UPSTREAM_KEY)")
-    serve.add_argument(
-        "--backbone", metavar="MODEL", help="where a bundle's backbone lies, if elsewhere than trained"
-    )
+    serve.add_argument("--backbone", metavar="MODEL", help="where the backbone lies, if elsewhere than trained")
     serve.add_argument("--device", default="auto", help="auto, cpu, cuda or cuda:N")
     telling(serve, "the page of a served run tells (a bundle's: what it was exported with)")
     last(serve)
+    checkpoint(serve)
 
 
 def telling(parser: argparse.ArgumentParser, who: str) -> None:
@@ -68,17 +68,17 @@ def _weights(text: str) -> list[float]:
 def _export(arguments: argparse.Namespace, console: Console) -> None:
     from fedweave.runs.use import export_merged, export_run, export_soft
 
-    source, target = arguments.folder, arguments.target
+    source, target, which = arguments.folder, arguments.target, (arguments.last, arguments.checkpoint)
     if arguments.describe and (arguments.merge is not None or arguments.soft is not None):
         raise UserError("--describe is for bundles: one adapter or one dense model has no experts to describe.")
     if arguments.merge is not None:
-        export_merged(source, target, arguments.merge, arguments.last)
+        export_merged(source, target, arguments.merge, *which)
         console.say(f"{target}: a dense model with expert {arguments.merge}; its logits are those of the expert.")
     elif arguments.soft is not None:
-        export_soft(source, target, _weights(arguments.soft), arguments.last)
+        export_soft(source, target, _weights(arguments.soft), *which)
         console.say(f"{target}: one adapter for the mixture; PEFT gives the same logits with it.")
     else:
-        written = export_run(source, target, arguments.last, arguments.describe)
+        written = export_run(source, target, *which, arguments.describe)
         experts, rounds = written["experts"], written["round"]
         router = ", and their router" if written["router"] else ""
         console.say(f"{target}: {experts} experts of round {rounds}{router}; PEFT gives the same logits with each.")
@@ -115,5 +115,5 @@ def _serve(arguments: argparse.Namespace, console: Console) -> None:
         told=told_experts(arguments.folder, arguments.describe),
     )
     limits = Limits(arguments.max_batch, arguments.max_queue, arguments.max_new_tokens, arguments.max_body)
-    where = {"last": arguments.last, "model": arguments.backbone, "device": arguments.device}
-    serve(lambda: load(arguments.folder, **where), settings, limits, console)
+    where = {"last": arguments.last, "checkpoint": arguments.checkpoint, "device": arguments.device}
+    serve(lambda: load(arguments.folder, model=arguments.backbone, **where), settings, limits, console)

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from fedweave.cli.rows import output, require_target, write_rows
-from fedweave.cli.verbs import Verbs, last, overrides, quiet
+from fedweave.cli.verbs import Verbs, checkpoint, last, overrides, quiet
 from fedweave.console import Console
 from fedweave.errors import UserError
 from fedweave.schema import Prediction
@@ -25,6 +25,7 @@ def register(verbs: Verbs) -> None:
     evaluate.add_argument("--data", type=Path, help="a file of prompt/response or messages rows")
     output(evaluate, "every row with its answer, score, loss and router weights")
     last(evaluate)
+    checkpoint(evaluate)
     quiet(evaluate)
     generate = verbs.add("generate", _generate, "Answer prompts with a model (from standard input when none).")
     generate.add_argument("folder", type=Path, help="a run folder or a bundle")
@@ -41,6 +42,7 @@ def register(verbs: Verbs) -> None:
     generate.add_argument("--seed", type=int, help="with --temperature: repeat the same draw")
     generate.add_argument("--stop", action="append", metavar="TEXT", help="end an answer before this text")
     last(generate)
+    checkpoint(generate)
 
 
 def _evaluate(arguments: argparse.Namespace, console: Console) -> None:
@@ -48,7 +50,8 @@ def _evaluate(arguments: argparse.Namespace, console: Console) -> None:
 
     require_target(arguments.output)
     rows: list[Prediction] = []
-    print(evaluate(arguments.folder, arguments.overrides, arguments.data, arguments.last, console, rows))
+    where = arguments.folder, arguments.overrides, arguments.data, arguments.last
+    print(evaluate(*where, console, arguments.checkpoint, rows))
     if arguments.output:
         write_rows(arguments.output, rows)
         console.say(f"{arguments.output}: {len(rows)} rows.")
@@ -58,12 +61,9 @@ def _generate(arguments: argparse.Namespace, console: Console) -> None:
     from fedweave.inference.sampling import Sampling
     from fedweave.runs.use import load
 
-    if arguments.temperature is None:
-        for name in ("top_p", "seed"):
-            if getattr(arguments, name) is not None:
-                raise UserError(
-                    f"--{name.replace('_', '-')} shapes a draw; add --temperature, as in --temperature 1."
-                )
+    for name in ("top_p", "seed"):
+        if getattr(arguments, name) is not None and arguments.temperature is None:
+            raise UserError(f"--{name.replace('_', '-')} has no effect without --temperature; add --temperature 1.")
     options = {
         "max_new_tokens": arguments.max_new_tokens,
         "do_sample": arguments.temperature is not None,
@@ -75,7 +75,7 @@ def _generate(arguments: argparse.Namespace, console: Console) -> None:
     Sampling.of(options)  # complain before the model loads
     require_target(arguments.output)
     rows = _asked(arguments)
-    model = load(arguments.folder, last=arguments.last)
+    model = load(arguments.folder, last=arguments.last, checkpoint=arguments.checkpoint)
     prompts = [prompt for _, prompt in rows]
     bar = console.progress("answers", len(rows), "prompts") if arguments.data else None
     answers = model.generate(prompts, arguments.routing, bar, **options)

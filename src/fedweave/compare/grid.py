@@ -17,7 +17,8 @@ from pathlib import Path
 from fedweave.config import RECIPES, Config, load_config, recipe_names
 from fedweave.console import Console
 from fedweave.errors import UserError, nearest
-from fedweave.runs.reading import read_json
+from fedweave.files import read_text
+from fedweave.json_files import read_json
 from fedweave.runs.run import resume, start
 from fedweave.runs.workspace import Kept
 from fedweave.schema import ConfigTree, Summary
@@ -57,7 +58,7 @@ class Cell:
     @property
     def finished(self) -> Summary | None:
         """The summary of a finished run of exactly this config."""
-        summary: Summary | None = read_json(self.folder / "summary.json")
+        summary = read_json(self.folder / "summary.json", Summary)
         return summary if summary and _identity(summary["config"]) == self.identity else None
 
 
@@ -72,7 +73,7 @@ def comparison_names() -> list[str]:
 def load_comparison(name: str, overrides: Sequence[str], best_of: str | None) -> Comparison:
     """A packaged comparison, a comparison file, or a recipe; ``key=a,b`` adds or replaces an axis."""
     path = Path(name) if name.endswith((".yaml", ".yml")) else COMPARISONS / f"{name}.yaml"
-    tree = read_yaml(path.read_text(encoding="utf-8"), str(path)) if path.is_file() else {}
+    tree = read_yaml(read_text(path), str(path)) if path.is_file() else {}
     if "axes" not in tree:  # not a comparison: an ordinary recipe
         if not path.is_file() and name not in recipe_names():
             hint = nearest(name, [*comparison_names(), *recipe_names()])

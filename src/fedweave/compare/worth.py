@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 from fedweave.analysis.worth import FILE, REFERENCES, Worth, worth
@@ -10,7 +9,7 @@ from fedweave.compare.grid import Cell, Runner
 from fedweave.config import from_tree
 from fedweave.console import Console, duration
 from fedweave.errors import UserError
-from fedweave.files import write_atomic
+from fedweave.json_files import write_json
 from fedweave.runs.reading import RunRecord, read_run
 from fedweave.schema import Tested
 from fedweave.settings import to_tree
@@ -31,7 +30,7 @@ def weigh(folder: Path, console: Console) -> Worth:
         str(cell.values["method"]): summary["test"]["best"] for cell, summary in outcome.finished
     }
     found = worth(run.method, run.experts, ours, references)
-    write_atomic(folder / FILE, json.dumps(found, ensure_ascii=False, indent=1))
+    write_json(folder / FILE, found)
     return found
 
 

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal, TypedDict
+from typing import TypedDict
+
+from typing_extensions import NotRequired
 
 from fedweave.errors import UserError
-from fedweave.files import write_atomic
-
-if TYPE_CHECKING:
-    from typing import NotRequired
+from fedweave.json_files import read_json, write_json
 
 FILE = "experts.json"
 LEVELS = ("words", "examples")  # how much of the data's own text may be told
@@ -38,7 +36,7 @@ class Expert(TypedDict):
 class Experts(TypedDict):
     """experts.json"""
 
-    schema: Literal[1]
+    schema: int
     source: str  # whose prompts were looked at, as in "240 training prompts of 4 clients"
     round: int
     experts: list[Expert]
@@ -46,33 +44,11 @@ class Experts(TypedDict):
 
 def read_experts(folder: Path) -> Experts | None:
     """What a run or a bundle says of its experts; None where it says nothing."""
-    try:
-        found: Experts = json.loads((folder / FILE).read_text(encoding="utf-8"))
-        if found["schema"] != 1 or not isinstance(found["source"], str) or not all(map(_whole, found["experts"])):
-            raise ValueError
-        int(found["round"])
-    except FileNotFoundError:
-        return None
-    except (OSError, ValueError, TypeError, AttributeError, KeyError):
-        raise UserError(f"{folder / FILE} is damaged; remove it, and `fedweave describe` makes it again.") from None
-    return found
-
-
-def _whole(expert: Expert) -> bool:
-    """Whether all parts have their types; one that is missing raises."""
-    counts = [*expert.get("clients", {}).values(), *expert.get("tasks", {}).values()]
-    texts = [expert["name"], *expert["words"], *expert.get("typical", [])]
-    for example in expert.get("examples", []):
-        texts += [example["prompt"], example["answer"], example["bare"], example["reference"]]
-    return (
-        isinstance(expert["share"], float)
-        and all(isinstance(n, int) for n in counts)
-        and all(isinstance(text, str) for text in texts)
-    )
+    return read_json(folder / FILE, Experts, "remove it, and `fedweave describe` makes it again")
 
 
 def write_experts(folder: Path, found: Experts) -> None:
-    write_atomic(folder / FILE, json.dumps(found, ensure_ascii=False, indent=1))
+    write_json(folder / FILE, found)
 
 
 def limited(found: Experts, level: str) -> Experts:

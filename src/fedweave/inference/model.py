@@ -94,6 +94,7 @@ class FedWeaveModel:
     ) -> tuple[torch.Tensor, list[Row]]:
         """(router weights [n, M], rows to run); whatever is wrong with the options shows before anything runs."""
         sampling = Sampling.of(options)
+        self.backbone.check_answer(sampling.max_new_tokens)
         active_experts(routing)
         weights = self.route_encoded(encoded)
         gates = self.experts.gates(weights, routing)

@@ -108,23 +108,19 @@ def add_to_rows(
 ) -> None:
     """y += (wide ⊙ x Aᵀ) B."""
     if fused(x):
-        _launch(y, x, a, b, wide, scale)
+        tokens, width = y.shape
+        _rows_kernel[(-(-tokens // _TOKENS), -(-width // _COLUMNS))](
+            y, x.contiguous(), a, b, a if wide is None else wide, scale,
+            tokens, x.shape[1], len(a), width, y.stride(0),
+            GATED=wide is not None, R=max(16, power_of_two(len(a))), TOKENS=_TOKENS, COLUMNS=_COLUMNS,
+            DEPTH=min(256, max(16, power_of_two(x.shape[1]))),
+        )  # fmt: skip
         return
     u = torch.mm(x, a.t())  # [T, M·r]
     if wide is None:
         y.addmm_(u, b, alpha=scale)
     else:
         y.addmm_(u.mul_(wide), b)
-
-
-def _launch(y: Tensor, x: Tensor, a: Tensor, b: Tensor, wide: Tensor | None, scale: float) -> None:
-    tokens, width = y.shape
-    _rows_kernel[(-(-tokens // _TOKENS), -(-width // _COLUMNS))](
-        y, x.contiguous(), a, b, a if wide is None else wide, scale,
-        tokens, x.shape[1], len(a), width, y.stride(0),
-        GATED=wide is not None, R=max(16, power_of_two(len(a))), TOKENS=_TOKENS, COLUMNS=_COLUMNS,
-        DEPTH=min(256, max(16, power_of_two(x.shape[1]))),
-    )  # fmt: skip
 
 
 if triton is not None:

@@ -68,7 +68,11 @@ class _AddNorm(torch.autograd.Function):
         if dh is None:
             return ds, ds, None, None
         if fused(s):
-            dx = _backward(s, weight, inverse, ds, dh.contiguous())
+            dh, dx, (grid, options) = dh.contiguous(), torch.empty_like(s), _grid(s)
+            residual = dh if ds is None else ds.contiguous()
+            _norm_back_kernel[grid](
+                s, weight, inverse, residual, dh, dx, *s.shape, RESIDUAL=ds is not None, **options
+            )
         else:
             unit = s.float() * inverse[:, None]
             g = dh.float() * weight.float()
@@ -90,14 +94,6 @@ def _forward(x: Tensor, delta: Tensor | None, weight: Tensor, eps: float) -> tup
     other = x if delta is None else delta
     _norm_kernel[grid](x, other, weight, s, h, inverse, *x.shape, eps, DELTA=delta is not None, **options)
     return s, h, inverse
-
-
-def _backward(s: Tensor, weight: Tensor, inverse: Tensor, ds: Tensor | None, dh: Tensor) -> Tensor:
-    dx = torch.empty_like(s)
-    grid, options = _grid(s)
-    residual = dh if ds is None else ds.contiguous()
-    _norm_back_kernel[grid](s, weight, inverse, residual, dh, dx, *s.shape, RESIDUAL=ds is not None, **options)
-    return dx
 
 
 def gated_unit(both: Tensor) -> Tensor:

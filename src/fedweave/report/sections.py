@@ -14,13 +14,14 @@ from fedweave.analysis.spent import run_costs
 from fedweave.analysis.verdicts import render
 from fedweave.console import duration, table
 from fedweave.errors import UserError
+from fedweave.json_files import read_json
 from fedweave.report import curves, maps, theory, tradeoffs
 from fedweave.report.experts import what_experts_are
 from fedweave.report.findings import Finding, by_level, findings
 from fedweave.report.groups import Group
 from fedweave.report.parts import Section, Table
 from fedweave.report.worth import was_it_worth_it
-from fedweave.runs.reading import RunRecord, read_json
+from fedweave.runs.reading import RunRecord
 from fedweave.runs.text import AUDIT, audit_rows, rows_of
 from fedweave.schema import ClientFigures, Tested
 
@@ -208,7 +209,8 @@ def _heterogeneity(groups: Sequence[Group]) -> Section:
 
 def _theory(lead: RunRecord) -> Section:
     section = Section("theory", "The theory at work")
-    found: Diagnosis | None = read_json(lead.path / "diagnostics.json")
+    again = f"`fedweave diagnose {lead.path}` writes it again"
+    found = read_json(lead.path / "diagnostics.json", Diagnosis, again)
     if found is None:
         section.lacks(
             lead.experts > 1 and not lead.elsewhere,

@@ -32,7 +32,7 @@ def describe_at_the_end(
 ) -> None:
     """experts.json of a run that ends here: its clients' prompts, and examples out of its test. Names stay."""
     members = workspace.engine.members
-    rows = [(client.name, e) for client, own in zip(members, workspace.client_rows, strict=True) for e in own]
+    rows = [(client.name, e) for client in members for e in workspace.client_rows[client.index]]
     features = torch.cat([client.data.features for client in members])
     found = describe(
         model, _asked(rows, features), _held(workspace.test, predictions), _source(rows, "training "), round
@@ -69,7 +69,7 @@ def _describe(folder: Path, data: Path | None, last: bool, console: Console) -> 
         config, round = from_tree({"method": description["method"]}), description["round"]
     else:
         run, config = RunFolder.open(folder)
-        snapshot = run.newest(console)
+        snapshot = run.newest()
         round = snapshot.meta["completed" if last else "best_round"] if snapshot else 0
         if data is None and config.data.source == "sites":
             raise UserError(

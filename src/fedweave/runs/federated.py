@@ -48,7 +48,7 @@ def federate_over(
     console.spent.clear()
     started = time.monotonic()
     engine = FlowerEngine(grid, config, console, federation, settings or public(config))
-    if run.newest(Console(quiet=True)) is None:
+    if run.newest() is None:
         engine.enrol(sites)
     else:
         engine.meet()

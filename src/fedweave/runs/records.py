@@ -53,7 +53,8 @@ def validation_record(losses: torch.Tensor, weights: torch.Tensor, held: TestSet
 
 def label_record(workspace: Workspace) -> LabelRecord:
     """What only labels can tell, for discovery.json: every bucket's tasks, and how buckets and experts met them."""
-    clients, labels = workspace.engine.members, workspace.client_labels
+    clients = workspace.engine.members  # without those whose answers were refused
+    labels = [workspace.client_labels[client.index] for client in clients]
     record: LabelRecord = {
         "bucket_tasks": {
             c.name: [dict(Counter(truth[i] for i in bucket)) for bucket in c.buckets]
@@ -95,5 +96,5 @@ def prompt_map(workspace: Workspace) -> PromptMap:
         "clients": [clients[i].name for i, _ in picked],
         "buckets": buckets,
         "experts": [clients[i].assignment[c] for (i, _), c in zip(picked, buckets, strict=True)],
-        "tasks": [labels[i][j] for i, j in picked],
+        "tasks": [labels[clients[i].index][j] for i, j in picked],
     }

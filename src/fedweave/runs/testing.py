@@ -53,7 +53,7 @@ def evaluate_models(
     if predictions is not None:
         predictions += _predictions(held, models[0], measured[0])
     result: Tested = _mean_tree(list(results))
-    if held.clients is not None:
+    if held.clients is not None and len(measured) in (1, len(held.clients.names)):  # else some client was refused
         names = held.clients.names
         own = measured if len(measured) == len(names) else [measured[0]] * len(names)
         each = ((name, held.clients.of(name), rows) for name, rows in zip(names, own, strict=True))

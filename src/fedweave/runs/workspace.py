@@ -140,6 +140,7 @@ def prepare(config: Config, console: Console, kept: Kept | None = None) -> Prepa
         kept.prepared = (key, _prepare(config, console, kept))
     prepared = replace(kept.prepared[1], config=config)
     prepared.backbone.linear_layers(config.experts.target_modules)
+    prepared.backbone.check_answer(config.evaluation.max_new_tokens, "evaluation.max_new_tokens")
     return prepared
 
 

@@ -18,24 +18,15 @@ from fedweave.errors import UserError, first_line
 from fedweave.inference.model import FedWeaveModel
 from fedweave.inference.text import AnswerText
 from fedweave.router.routed import adapter_name, foremost
-from fedweave.serving.jobs import Answering, Ended, Failed, Job, Limits, Piece, Routed
+from fedweave.serving.jobs import Answering, Ended, Job, Limits, Piece, Routed
 from fedweave.serving.protocol import ApiError, Json, busy
-
-
-class _Usage(TypedDict):
-    completion_tokens: int
-
-
-class _Choice(TypedDict, total=False):
-    text: str | None
-    finish_reason: str | None
 
 
 class _Chunk(TypedDict, total=False):
     """As much of an upstream's event as is read."""
 
-    choices: list[_Choice]
-    usage: _Usage | None
+    choices: list[dict[str, str | None]]  # text, finish_reason
+    usage: dict[str, int] | None  # completion_tokens
     error: object
 
 
@@ -99,11 +90,11 @@ class Gateway:
                 finally:
                     self.running -= 1
         except ApiError as error:
-            answering.tell(Failed(error.status, str(error)))
+            answering.tell(error)
         except httpx.HTTPError as error:
-            answering.tell(Failed(502, f"the upstream {self.url} failed: {first_line(error)}."))
+            answering.tell(ApiError(502, f"the upstream {self.url} failed: {first_line(error)}."))
         except Exception as error:
-            answering.tell(Failed(502, f"the upstream {self.url} answered in a way not understood: {error!r}."))
+            answering.tell(ApiError(502, f"the upstream {self.url} answered in a way not understood: {error!r}."))
 
     # ---------------------------------------------------------------------------------- routing
 

@@ -3,7 +3,6 @@ error.
 """
 
 import hmac
-from collections.abc import Mapping
 
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
@@ -14,7 +13,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from fedweave.errors import UserError
 from fedweave.serving.jobs import Backend, Limits
-from fedweave.serving.protocol import ApiError, error_body
+from fedweave.serving.protocol import ApiError
 
 _SECONDS = (0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120)
 ENDPOINTS = ("/v1/chat/completions", "/v1/completions", "/v1/models")
@@ -72,23 +71,17 @@ class Guard:
             return message
 
         given = request.headers.get("authorization", "").removeprefix("Bearer ").strip()
-        refusal: JSONResponse | None = None
+        refusal: ApiError | None = None
         if self.key is not None and not hmac.compare_digest(given.encode(), self.key.encode()):
             headers = {"WWW-Authenticate": "Bearer"}
-            refusal = refuse(401, "the API key is missing or wrong.", "invalid_api_key", headers=headers)
+            refusal = ApiError(401, "the API key is missing or wrong.", "invalid_api_key", headers=headers)
         elif int(request.headers.get("content-length") or 0) > self.limits.max_body:
-            refusal = refuse(413, self.too_large)
-        await (refusal or self.app)(scope, limited, counted)
+            refusal = ApiError(413, self.too_large)
+        await (respond(refusal) if refusal else self.app)(scope, limited, counted)
 
 
-def refuse(
-    status: int,
-    message: str,
-    code: str | None = None,
-    param: str | None = None,
-    headers: Mapping[str, str] | None = None,
-) -> JSONResponse:
-    return JSONResponse(error_body(status, message, code, param), status, headers)
+def respond(error: ApiError) -> JSONResponse:
+    return JSONResponse(error.body, error.status, error.headers)
 
 
 def speak_openai(app: FastAPI) -> None:
@@ -96,25 +89,25 @@ def speak_openai(app: FastAPI) -> None:
 
     @app.exception_handler(ApiError)
     async def ours(request: Request, error: ApiError) -> JSONResponse:
-        return refuse(error.status, str(error), error.code, headers=error.headers)
+        return respond(error)
 
     @app.exception_handler(UserError)
     async def user(request: Request, error: UserError) -> JSONResponse:
-        return refuse(400, str(error))
+        return respond(ApiError(400, str(error)))
 
     @app.exception_handler(RequestValidationError)
     async def invalid(request: Request, error: RequestValidationError) -> JSONResponse:
         first = error.errors()[0]
         if first["type"] == "json_invalid":
-            return refuse(400, "the body is not valid JSON.")
+            return respond(ApiError(400, "the body is not valid JSON."))
         param = ".".join(str(part) for part in first["loc"][1:]) or None
-        return refuse(400, f"{param or 'body'}: {first['msg']}.", param=param)
+        return respond(ApiError(400, f"{param or 'body'}: {first['msg']}.", param=param))
 
     @app.exception_handler(HTTPException)
     async def other(request: Request, error: HTTPException) -> JSONResponse:
         where = "" if error.status_code == 413 else f"{request.method} {request.url.path}: "
-        return refuse(error.status_code, f"{where}{error.detail.rstrip('.')}.", headers=error.headers)
+        return respond(ApiError(error.status_code, f"{where}{error.detail.rstrip('.')}.", headers=error.headers))
 
     @app.exception_handler(Exception)
     async def unforeseen(request: Request, error: Exception) -> JSONResponse:
-        return refuse(500, "the server made a mistake; its log has the details.")
+        return respond(ApiError(500, "the server made a mistake; its log has the details."))

@@ -7,6 +7,7 @@ from typing import Protocol
 
 from fedweave.backbone.prompts import EncodedPrompt
 from fedweave.inference.sampling import Sampling
+from fedweave.serving.protocol import ApiError
 
 
 @dataclass(frozen=True)
@@ -49,15 +50,7 @@ class Ended:
     tokens: int  # of the answer
 
 
-@dataclass(frozen=True)
-class Failed:
-    """No answer, or no more of it: an HTTP status and a sentence."""
-
-    status: int
-    message: str
-
-
-Event = Routed | Piece | Ended | Failed
+Event = Routed | Piece | Ended | ApiError  # the last: no answer, or no more of it
 
 
 class Answering:
@@ -87,7 +80,7 @@ class Answering:
         while True:
             event = await self.next()
             yield event
-            if isinstance(event, Ended | Failed):
+            if isinstance(event, Ended | ApiError):
                 return
 
 

@@ -18,8 +18,8 @@ import torch
 from fedweave.inference.model import FedWeaveModel
 from fedweave.inference.rows import Row, RunningBatch
 from fedweave.router.routed import foremost
-from fedweave.serving.jobs import Answering, Ended, Failed, Job, Limits, Piece, Routed
-from fedweave.serving.protocol import busy
+from fedweave.serving.jobs import Answering, Ended, Job, Limits, Piece, Routed
+from fedweave.serving.protocol import ApiError, busy
 
 
 class LocalBackend:
@@ -155,4 +155,4 @@ class LocalBackend:
         self._started.clear()
         self.batch = self._new_batch()
         for answering in lost:
-            answering.tell(Failed(status, message))
+            answering.tell(ApiError(status, message))

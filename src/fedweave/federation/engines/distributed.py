@@ -23,6 +23,7 @@ from fedweave.federation.client import Client, Member
 from fedweave.federation.engines.in_process import InProcessEngine
 from fedweave.federation.message import Message
 from fedweave.federation.steps import Asked, Reply
+from fedweave.settings import environment_number
 
 PATIENCE = timedelta(hours=12)  # the first process tests while the others wait
 
@@ -66,7 +67,7 @@ class World:
 def world() -> World | None:
     """The processes that torchrun started with this one; None when it is alone. Messages travel over gloo: they
     come from the host, and must not take a GPU's memory."""
-    size, rank = int(os.environ.get("WORLD_SIZE", 1)), int(os.environ.get("RANK", 0))
+    size, rank = environment_number("WORLD_SIZE", 1), environment_number("RANK", 0)
     if size == 1 or "MASTER_ADDR" not in os.environ:
         return None
     dist.init_process_group("gloo", timeout=PATIENCE)

@@ -54,9 +54,10 @@ class InProcessEngine(Engine):
     # ---------------------------------------------------------------------------------- memories
 
     def restore(self, records: Sequence[dict[str, Any]], tensors: Mapping[str, torch.Tensor]) -> None:
-        own = tensors.get("private")
-        for row, (client, record) in enumerate(zip(self.members, records, strict=True)):
-            client.restore(record)
+        own, known = tensors.get("private"), {record["name"]: record for record in records}
+        self.members = [client for client in self.members if client.name in known]
+        for row, client in enumerate(self.members):
+            client.restore(known[client.name])
             prefix = _residuals(client)
             owed = {RESIDUAL + n.removeprefix(prefix): x for n, x in tensors.items() if n.startswith(prefix)}
             client.memory.restore(owed | ({} if own is None else {OWN: own[row].to(self.device)}))

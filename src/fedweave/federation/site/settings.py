@@ -4,7 +4,9 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
+from fedweave.config import BackboneConfig
 from fedweave.errors import UserError
+from fedweave.files import read_text
 from fedweave.settings import build, read_yaml, setting
 
 
@@ -19,6 +21,11 @@ class ModelSettings:
         "auto", "Weights of the backbone: auto is bfloat16 on CUDA and float32 on a CPU."
     )
     download: bool = setting(False, "Let the model be fetched once; without it nothing calls out.")
+
+
+def own_files(settings: ModelSettings | BackboneConfig) -> dict[str, Any]:
+    """The part of a backbone's settings that is a site's own, and never the federation's."""
+    return {key: getattr(settings, key) for key in ("model", "revision", "device", "dtype")}
 
 
 @dataclass(frozen=True)
@@ -50,7 +57,7 @@ def load_site(path: Path) -> SiteConfig:
     """A site's YAML file; relative paths in it count from its folder."""
     if not path.is_file():
         raise UserError(f"there is no site file {path}; examples/deployment/site.yaml is one to copy.")
-    tree = read_yaml(path.read_text(encoding="utf-8"), str(path))
+    tree = read_yaml(read_text(path), str(path))
     config: SiteConfig = build(SiteConfig, tree)
     if not config.name or not config.name.replace("-", "").replace("_", "").isalnum():
         raise UserError(f"{path}: name must be letters, digits, - and _, not {config.name!r}.")

@@ -9,6 +9,7 @@ import traceback
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import TypedDict
 
 import numpy as np
 import torch
@@ -29,8 +30,9 @@ from fedweave.federation.engines.in_process import InProcessEngine
 from fedweave.federation.hello import Hello
 from fedweave.federation.message import Message
 from fedweave.federation.method import Method
-from fedweave.federation.site.settings import SiteConfig
+from fedweave.federation.site.settings import SiteConfig, own_files
 from fedweave.federation.steps import Asked
+from fedweave.json_files import Damaged
 from fedweave.settings import read_yaml
 from fedweave.streams import stream_key
 from fedweave.training.batch import ClientData
@@ -48,8 +50,7 @@ class OwnFiles:
 
     def backbone(self, config: BackboneConfig) -> BackboneConfig:
         """The federation's backbone as this site loads it."""
-        own = self.site.backbone
-        return replace(config, model=own.model, revision=own.revision, device=own.device, dtype=own.dtype)
+        return replace(config, **own_files(self.site.backbone))
 
     def rows(self, config: Config, index: int) -> tuple[list[Example], list[Example]]:
         """Training and validation rows of client ``index``."""
@@ -96,6 +97,12 @@ def _existing(name: str, key: str) -> Path:
     return path
 
 
+class Remembered(TypedDict):
+    """Beside its tensors."""
+
+    t: int  # the round
+
+
 class Models:
     """The loaded backbone, shared by the simulated sites of a process. Federations may render prompts differently:
     each gets its own view of the same weights."""
@@ -106,7 +113,7 @@ class Models:
     def get(self, config: BackboneConfig) -> Backbone:
         if config in self._views:
             return self._views[config]
-        same = next((view for known, view in self._views.items() if _files(known) == _files(config)), None)
+        same = next((view for known, view in self._views.items() if own_files(known) == own_files(config)), None)
         if same is None:
             self._views.clear()  # a site has room for one
             self._views[config] = load_backbone(config)
@@ -117,10 +124,6 @@ class Models:
             view.prompts = PromptFormat(same.tokenizer, config)
             self._views[config] = view
         return self._views[config]
-
-
-def _files(config: BackboneConfig) -> tuple[str | None, ...]:
-    return config.model, config.revision, config.device, config.dtype
 
 
 @dataclass
@@ -215,7 +218,13 @@ class Site:
             raise UserError("no training row is left after rows with too long answers were dropped.")
         client = Client(index, parts[0], held=parts[1])
         if (folder := self._folder(federation)) is not None and (folder / _MEMORY).is_dir():
-            tensors, meta = load_checkpoint(folder / _MEMORY)
+            try:
+                tensors, meta = load_checkpoint(folder / _MEMORY, Remembered)
+            except Damaged as error:
+                raise UserError(
+                    f"what this site remembers, {folder / _MEMORY}, is damaged ({error}); restore it, or remove "
+                    "the folder to go on without it."
+                ) from None
             client.memory.load({name: t.to(backbone.device) for name, t in tensors.items()}, meta["t"])
         engine = InProcessEngine(backbone, [client], config, self.console, travels=True)
         return Session((config, index, federation), method, engine)

@@ -23,6 +23,7 @@ from fedweave.federation.engines.base import Engine
 from fedweave.federation.engines.flower.transport import POLL, RemoteSite, Transport, is_lost, opened
 from fedweave.federation.hello import Hello, Introduction
 from fedweave.federation.message import Message, Refused
+from fedweave.federation.site.settings import own_files
 from fedweave.federation.steps import Asked, Reply
 
 _GRACE = 30.0  # seconds that a resumed run gives its sites to come back before it goes on with enough of them
@@ -212,8 +213,5 @@ class FlowerEngine(Engine):
 
 def public(config: Config) -> Config:
     """The settings that sites need: nothing of the server's folders, and no path of its model."""
-    plain = BackboneConfig()
-    backbone = replace(
-        config.backbone, model=plain.model, revision=plain.revision, device=plain.device, dtype=plain.dtype
-    )
+    backbone = replace(config.backbone, **own_files(BackboneConfig()))
     return replace(config, output=None, backbone=backbone, federation=replace(config.federation, test=None))

@@ -2,7 +2,6 @@
 
 import shlex
 import signal
-from types import FrameType
 
 from flwr.app import Message as FlowerMessage
 
@@ -38,7 +37,7 @@ def work(site: SiteConfig, build_method: BuildMethod, console: Console, own_supe
         console.say(f"{question.facts.get('step')}: sent {reply.size / 1e6:.2f} MB of arrays")
         return FlowerMessage(to_records(reply), reply_to=message)
 
-    signal.signal(signal.SIGTERM, _interrupt)
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
         if own_supernode:
             node.start()  # it connects while the model loads
@@ -52,7 +51,3 @@ def work(site: SiteConfig, build_method: BuildMethod, console: Console, own_supe
     finally:
         if own_supernode:
             node.stop()
-
-
-def _interrupt(number: int, frame: FrameType | None) -> None:
-    raise KeyboardInterrupt
