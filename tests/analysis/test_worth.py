@@ -1,5 +1,7 @@
 """Was it worth it: the verdict says what the clients say, and no more."""
 
+import json
+
 import pytest
 
 from fedweave.analysis.worth import paired, read_worth, verdict, worth, worth_text
@@ -70,6 +72,10 @@ def test_a_run_is_weighed_once_and_its_page_says_so(tiny_copy, says, complains):
     says("report", run)
     page = (run / "report.html").read_text()
     assert 'id="figure-worth-loss"' in page and "Against every client alone" in page
+    odd = {"clients": {}}, {"against": {"alone": []}}, {"clients": {"a": {}}}, {"against": {"x": []}}
+    for parts in odd:
+        (run / "worth.json").write_text(json.dumps({**found, **parts}))
+        assert "worth.json is damaged" in complains("report", run)
     (run / "worth.json").write_text("{}")
     assert "worth.json is damaged" in complains("report", run)
 

@@ -14,6 +14,7 @@ import numpy as np
 from scipy.stats import t as student
 
 from fedweave.console import table
+from fedweave.errors import UserError
 from fedweave.json_files import read_json
 from fedweave.schema import ClientFigures, Tested
 
@@ -70,7 +71,24 @@ def worth(method: str, experts: int, ours: Tested, references: Mapping[str, Test
 
 def read_worth(run: Path) -> Worth | None:
     """What a run has been held against; None where it has not."""
-    return read_json(run / FILE, Worth, f"`fedweave worth {run}` makes it again")
+    mend = f"`fedweave worth {run}` makes it again"
+    found = read_json(run / FILE, Worth, mend)
+    if found is not None and not _fits(found):
+        raise UserError(f"{run / FILE} is damaged (its parts do not belong together); {mend}.")
+    return found
+
+
+def _fits(found: Worth) -> bool:
+    """Whether every client has every figure under everything that the run is held against."""
+    names, against = {"ours", *found["against"]}, found["against"]
+    measured = [figures for each in found["clients"].values() for figures in each.values()]
+    return (
+        bool(measured)
+        and set(against) <= set(REFERENCES.values())
+        and all(figures for figures in against.values())
+        and all(set(each) == names for each in found["clients"].values())
+        and all(kind in figures for kind in kinds(found) for figures in measured)
+    )
 
 
 def paired(figure: Figure, ours: ByClient, theirs: ByClient, clients: list[str]) -> Paired:
