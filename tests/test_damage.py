@@ -170,6 +170,8 @@ def verbs(kind: str, spoilt: Path, whole: dict[str, Path], place: Path) -> list[
             ["resume", spoilt, "--quiet", "--checkpoint", 2],
             ["evaluate", spoilt, "--quiet"],
             ["export", spoilt, place / "bundle"],
+            ["export", spoilt, place / "told", "--describe", "words"],
+            ["describe", spoilt, "--quiet"],
             ["report", spoilt],
             ["watch", spoilt, "--once"],
             ["budget", spoilt],
@@ -179,7 +181,8 @@ def verbs(kind: str, spoilt: Path, whole: dict[str, Path], place: Path) -> list[
         ]
     if kind == "bundle":
         begin = ["run", "quickstart", *SMALL, f"init={spoilt}", f"output={place / 'new'}", "training.rounds=1"]
-        return [*use, ["evaluate", spoilt, "--data", rows, "--quiet"], ["push", spoilt, "a/b"], [*begin, "--quiet"]]
+        read = [["evaluate", spoilt, "--data", rows, "--quiet"], ["describe", spoilt, "--data", rows, "--quiet"]]
+        return [*use, *read, ["push", spoilt, "a/b"], [*begin, "--quiet"]]
     model = f"backbone.model={spoilt}"
     if kind == "model":
         return [

@@ -195,6 +195,13 @@ class BackboneName(TypedDict):
     fingerprint: str
 
 
+class ClientFigures(TypedDict):
+    """The test as one client sees it: on rows kept back from its own, or on its mixture of the common tasks."""
+
+    loss: float
+    score: NotRequired[float]
+
+
 class Tested(TypedDict):
     """The test of one state."""
 
@@ -204,6 +211,7 @@ class Tested(TypedDict):
     top1: dict[str, list[float]]  # task -> share of prompts that each expert answers
     score: NotRequired[ByTask]
     routings: NotRequired[dict[str, RoutingCost]]
+    clients: NotRequired[dict[str, ClientFigures]]
     round: NotRequired[int]
 
 
@@ -270,10 +278,13 @@ class Prediction(TypedDict):
 
     task: str
     origin: str
-    prediction: str
+    prompt: str | list[dict[str, str]]  # a text, or a chat's messages
     reference: str
-    score: float
+    loss: float
+    expert: int  # the router's first choice
     weights: list[float]  # of the router
+    prediction: NotRequired[str]  # with its score, where answers were generated
+    score: NotRequired[float]
 
 
 # -------------------------------------------------------------------------------------- beyond one run

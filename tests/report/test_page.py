@@ -64,8 +64,8 @@ def test_a_finished_run_gives_every_chapter_and_every_figure(written):
     text = (written / "report.html").read_text()
     outline = Outline(text)
     assert outline.sections == [
-        "findings", "results", "clients", "experts", "prompts", "routing", "inference", "theory", "costs",
-        "setup",
+        "findings", "described", "worth", "results", "clients", "experts", "prompts", "routing", "inference",
+        "theory", "costs", "setup",
     ]  # fmt: skip
     shown = {i.removeprefix("figure-") for i in outline.ids if i.startswith("figure-")}
     assert shown == FIGURES

@@ -14,7 +14,8 @@ def test_a_run_leaves_everything_it_promises(tiny_run):
     finished = tiny_run()
     names = {p.name for p in finished.iterdir()}
     assert names == {"config.yaml", "manifest.json", "discovery.json", "embedding.json", "metrics.jsonl",
-                     "predictions.jsonl", "progress.json", "summary.json", "checkpoints"}  # fmt: skip
+                     "predictions.jsonl", "experts.json", "progress.json", "summary.json",
+                     "checkpoints"}  # fmt: skip
     summary = read_json(finished / "summary.json")
     test = summary["test"]
     assert set(test) == {"untouched", "best", "last"} and test["last"]["round"] == 3

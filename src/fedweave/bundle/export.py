@@ -1,6 +1,7 @@
 """Write a model for others: a bundle, one dense model, or one adapter for a fixed mixture.
 
 DIR/README.md                  model card
+    experts.json               what each expert is, where that was asked for
     fedweave.json              what the router needs to know, and a checksum of every file but the card
     router.safetensors
     expert_0/adapter_config.json, adapter_model.safetensors      loads with plain PEFT and vLLM
@@ -23,6 +24,7 @@ from safetensors.torch import save_file
 
 from fedweave.bundle.adapter import check_adapter, compare, probe, write_adapter
 from fedweave.bundle.card import Origin, merged_card, model_card, soft_card
+from fedweave.description.record import Experts, write_experts
 from fedweave.errors import UserError
 from fedweave.files import atomic_folder, file_sha256
 from fedweave.inference.model import FedWeaveModel
@@ -34,8 +36,8 @@ from fedweave.settings import to_tree
 SCHEMA = 1
 
 
-def write_bundle(target: Path, model: FedWeaveModel, origin: Origin) -> Description:
-    """A model as a bundle; returns what fedweave.json holds."""
+def write_bundle(target: Path, model: FedWeaveModel, origin: Origin, told: Experts | None = None) -> Description:
+    """A model as a bundle, with what is ``told`` of its experts; returns what fedweave.json holds."""
     description = describe(model, origin)
     layout = model.mixture.layout
     with _new_folder(target) as partial:
@@ -48,10 +50,12 @@ def write_bundle(target: Path, model: FedWeaveModel, origin: Origin) -> Descript
             write_adapter(partial / SHARED, layout.mixed(model.theta.cpu(), nobody, ()), description)
             check_adapter(partial / SHARED, model, nobody)
         _write_router(partial, model)
+        if told is not None:
+            write_experts(partial, told)
         description["files"] = {
             str(p.relative_to(partial)): file_sha256(p) for p in sorted(partial.rglob("*")) if p.is_file()
         }
-        (partial / "README.md").write_text(model_card(model, origin), encoding="utf-8")
+        (partial / "README.md").write_text(model_card(model, origin, told), encoding="utf-8")
         write_json(partial / "fedweave.json", description)
     return description
 

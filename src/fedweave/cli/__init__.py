@@ -15,13 +15,13 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 import fedweave
-from fedweave.cli import analyse, check, deliver, deploy, look, show, train, use
+from fedweave.cli import analyse, check, deliver, deploy, explain, look, show, train, use
 from fedweave.cli.verbs import Verbs
 from fedweave.console import Console
 from fedweave.errors import UserError
 from fedweave.settings import environment_number
 
-FAMILIES = (train, check, deploy, use, deliver, show, analyse, look)
+FAMILIES = (train, check, deploy, use, explain, deliver, show, analyse, look)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -6,13 +6,13 @@ are dealt out to ``data.clients`` simulated clients. What no file holds out is k
 """
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import numpy as np
 
 from fedweave.config import Config, DataConfig
-from fedweave.data.examples import Example, FederatedData, Task
+from fedweave.data.examples import Example, FederatedData, Prompt, Task
 from fedweave.data.files import (
     HUB,
     KINDS,
@@ -28,7 +28,7 @@ from fedweave.data.files import (
 from fedweave.data.own_tasks import own_tasks
 from fedweave.data.partition import by_kind, client_names, dirichlet_partition
 from fedweave.data.remarks import look_alikes, odd_names, overlap_note
-from fedweave.data.rows import Fields, client_of, is_name, read_fields, to_example
+from fedweave.data.rows import Fields, client_of, is_name, read_fields, to_example, to_prompt
 from fedweave.errors import UserError
 from fedweave.streams import stream_key
 
@@ -170,7 +170,7 @@ def divide(config: Config, gathered: Gathered, complain: Complain = refuse) -> F
     missing = [k for k in HELD_OUT if k not in gathered.held]
     held: dict[str, list[Example]] = {k: list(gathered.held.get(k, [])) for k in HELD_OUT}
     clients = {
-        name: hold_out(rows, missing, held, data.holdout, stream_key("holdout", seed, index))
+        name: hold_out(rows, missing, held, data.holdout, stream_key("holdout", seed, index), name)
         for index, (name, rows) in enumerate(gathered.clients.items())
     }
     notes = list(gathered.notes)
@@ -203,14 +203,27 @@ def read_test(config: Config, path: str, named: str) -> tuple[list[Example], dic
     return rows, *own_tasks(config, rows)
 
 
+def read_prompts(path: Path, fields: Fields) -> list[tuple[Row, Prompt]]:
+    """The rows of a file and what each asks; answers in it are not needed."""
+    rows = [(row, to_prompt(row, f"{path.name}:{number}", fields)) for number, row in read_rows(path)]
+    if not rows:
+        raise UserError(f"{path}: the file is empty.")
+    return rows
+
+
 def hold_out(
-    rows: Sequence[Example], missing: Sequence[str], held: dict[str, list[Example]], share: float, key: int
+    rows: Sequence[Example],
+    missing: Sequence[str],
+    held: dict[str, list[Example]],
+    share: float,
+    key: int,
+    client: str = "",
 ) -> list[Example]:
     """Move a share of one client's rows to each held-out set that has no file; at least one row stays."""
     order = np.random.default_rng(key).permutation(len(rows))
     count = int(share * len(rows))
     start = 0
     for k in missing:
-        held[k] += [rows[i] for i in sorted(order[start : start + count])]
+        held[k] += [replace(rows[i], client=client) for i in sorted(order[start : start + count])]
         start += count
     return [rows[i] for i in sorted(order[start:])]

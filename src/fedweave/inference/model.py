@@ -11,7 +11,7 @@ import torch
 from fedweave.backbone.features import compute_features
 from fedweave.backbone.load import Backbone
 from fedweave.backbone.prompts import EncodedPrompt
-from fedweave.console import Console
+from fedweave.console import Console, ProgressBar
 from fedweave.data.examples import Prompt
 from fedweave.errors import UserError
 from fedweave.experts.mixture import Mixture
@@ -62,13 +62,20 @@ class FedWeaveModel:
 
     # ---------------------------------------------------------------------------------- answering
 
-    def generate(self, prompts: Sequence[Prompt], routing: str = "sparse", **options: object) -> list[Answer]:
+    def generate(
+        self,
+        prompts: Sequence[Prompt],
+        routing: str = "sparse",
+        progress: ProgressBar | None = None,
+        **options: object,
+    ) -> list[Answer]:
         """Answers in the order of ``prompts``, each by its own experts, in one batch. A prompt is a text or a tuple
         of chat messages; ``options`` carry the names of transformers' GenerationConfig (:class:`Sampling`)."""
         encoded = self.backbone.prompts.encode_prompts(_several(prompts))
         weights, rows = self._rows(encoded, routing, options)
-        for _ in self._run(rows):
-            pass
+        for row, _ in self._run(rows):
+            if row.ended and progress:
+                progress.advance()
         return [
             Answer(row.text.text, foremost(w), w.tolist(), row.ended) for row, w in zip(rows, weights, strict=True)
         ]

@@ -25,7 +25,7 @@ from fedweave.methods import build_method
 from fedweave.runs.folder import Progress, RunFolder
 from fedweave.runs.run import carry_out
 from fedweave.runs.summary import Tester, summarise
-from fedweave.runs.workspace import TestSet, held_out
+from fedweave.runs.workspace import TestSet
 from fedweave.schema import LabelRecord, Manifest, Summary, ValidationFigures
 
 
@@ -127,4 +127,4 @@ def load_test(config: Config, console: Console) -> ServerTest | None:
     rows, encoded = backbone.prompts.encode_fitting(rows, config.data.long_answers, console.warn)
     features = compute_features(backbone, [e.prompt for e in encoded], console)
     engine = InProcessEngine(backbone, [], config, console)
-    return ServerTest(config, backbone, engine, held_out(rows, encoded, features), tasks, notes)
+    return ServerTest(config, backbone, engine, TestSet(rows, encoded, features), tasks, notes)

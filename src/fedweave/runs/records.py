@@ -72,7 +72,7 @@ def prompt_map(workspace: Workspace) -> PromptMap:
     Features are standardised channel by channel, as discovery does within a client. One small eigenproblem; a
     picture is made of it only when somebody asks for a report.
     """
-    clients = workspace.engine.members
+    clients, labels = workspace.engine.members, workspace.client_labels
     rows = [(i, j) for i, client in enumerate(clients) for j in range(len(client))]
     rng = np.random.default_rng(stream_key("prompt map", workspace.config.seed))
     chosen = sorted(rng.permutation(len(rows))[:MAPPED].tolist())
@@ -85,10 +85,10 @@ def prompt_map(workspace: Workspace) -> PromptMap:
     coordinates = (vectors * np.sqrt(values))[:, :AXES]
     bucket_of = []
     for client in clients:
-        labels = np.zeros(len(client), dtype=int)
+        numbers = np.zeros(len(client), dtype=int)
         for c, members in enumerate(client.buckets):
-            labels[members] = c
-        bucket_of.append(labels)
+            numbers[members] = c
+        bucket_of.append(numbers)
     buckets = [int(bucket_of[i][j]) for i, j in picked]
     return {
         "explained": (values[:AXES] / max(values.sum(), 1e-12)).round(4).tolist(),
@@ -96,5 +96,5 @@ def prompt_map(workspace: Workspace) -> PromptMap:
         "clients": [clients[i].name for i, _ in picked],
         "buckets": buckets,
         "experts": [clients[i].assignment[c] for (i, _), c in zip(picked, buckets, strict=True)],
-        "tasks": [workspace.client_labels[clients[i].index][j] for i, j in picked],
+        "tasks": [labels[clients[i].index][j] for i, j in picked],
     }

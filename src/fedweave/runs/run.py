@@ -11,6 +11,7 @@ import torch
 from fedweave.backbone.load import weights_hash
 from fedweave.config import Config, dump_config
 from fedweave.console import Console
+from fedweave.description.record import read_experts
 from fedweave.errors import UserError
 from fedweave.evaluation.losses import example_losses
 from fedweave.federation.engines.distributed import world
@@ -237,7 +238,7 @@ def carry_out(run: RunFolder, context: RunContext, console: Console, started: fl
     run.loggers.test(summary)
     run.loggers.close()
     live.finish()
-    console.say(summary_text(summary))
+    console.say(summary_text(summary, read_experts(run.path)))
     return summary
 
 

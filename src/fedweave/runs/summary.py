@@ -28,10 +28,11 @@ from fedweave.inference.model import FedWeaveModel
 from fedweave.json_files import read_json
 from fedweave.methods import build_method, method_class
 from fedweave.router.mlp import RouterLayout
+from fedweave.runs.describing import describe_at_the_end
 from fedweave.runs.folder import Progress, RunFolder
 from fedweave.runs.reading import read_events
 from fedweave.runs.testing import evaluate_models, routed_models
-from fedweave.runs.workspace import TestSet
+from fedweave.runs.workspace import TestSet, Workspace
 from fedweave.schema import Communication, Discovery, Environment, Prediction, Summary, Test, Tested
 from fedweave.settings import to_tree
 
@@ -126,6 +127,11 @@ def _test(run: RunFolder, tester: Tester, progress: Progress, console: Console) 
     predictions: list[Prediction] = []
     test["best"] = _evaluate(tester, progress.best, console, predictions)
     test["best"]["round"] = progress.best_round
+    models = served_models(tester, progress.best)
+    if (
+        isinstance(tester, Workspace) and len(models) == 1
+    ):  # clients with models of their own have no common experts
+        describe_at_the_end(run.path, tester, models[0], predictions, progress.best_round)
     if progress.best_round == progress.completed:
         test["last"] = test["best"]
     elif tester.config.evaluation.last:

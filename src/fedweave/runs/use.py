@@ -20,6 +20,8 @@ from fedweave.console import Console
 from fedweave.data import load_data
 from fedweave.data.examples import Example, Task
 from fedweave.data.own import read_test
+from fedweave.data.rows import Fields, read_fields
+from fedweave.description.record import Experts, limited, read_experts
 from fedweave.errors import UserError
 from fedweave.experts.mixture import Mixture
 from fedweave.inference.model import FedWeaveModel
@@ -29,8 +31,8 @@ from fedweave.runs.reading import read_run, resume_command
 from fedweave.runs.snapshot import FREE_KEYS, Snapshot, is_one_of
 from fedweave.runs.testing import evaluate_models, routed_models
 from fedweave.runs.text import results_table
-from fedweave.runs.workspace import held_out
-from fedweave.schema import Description
+from fedweave.runs.workspace import TestSet
+from fedweave.schema import Description, Prediction
 from fedweave.settings import insert
 
 TESTED_ROWS = ("data.fields", "data.long_answers")  # how rows to test on are read
@@ -53,6 +55,11 @@ def load(
         return load_bundle(folder, model, device)
     _, config = RunFolder.open(folder, [] if model is None else [f"backbone.model={json.dumps(model)}"])
     return _run_models(folder, config, last, checkpoint, device)[0][0]
+
+
+def row_fields(folder: Path) -> Fields:
+    """How a run's rows call their columns; a bundle knows only the usual names."""
+    return {} if not (folder / "config.yaml").is_file() else read_fields(RunFolder.open(folder)[1].data.fields)
 
 
 def _run_models(
@@ -78,10 +85,32 @@ def _run_models(
 # -------------------------------------------------------------------------------------- for others
 
 
-def export_run(folder: Path, target: Path, last: bool = False, checkpoint: int | None = None) -> Description:
-    """Write a run's best (or last) model as a bundle; returns what fedweave.json holds."""
+def export_run(
+    folder: Path, target: Path, last: bool = False, checkpoint: int | None = None, tell: str | None = None
+) -> Description:
+    """Write a run's best (or last) model as a bundle; returns what fedweave.json holds. ``tell`` is how much of the
+    data's own words goes with it: none, words or examples."""
     require_new(target)
-    return write_bundle(target, *_the_model(folder, last, checkpoint))
+    told = told_experts(folder, tell)
+    model, origin = _the_model(folder, last, checkpoint)
+    if told is not None and told["round"] != origin.round:
+        again = f"fedweave describe {folder}{' --last' if last else ''}"
+        raise UserError(f"what {folder} tells of its experts is of round {told['round']}; `{again}` first.")
+    return write_bundle(target, model, origin, told)
+
+
+def told_experts(folder: str | Path, tell: str | None) -> Experts | None:
+    """As much as others may read of the experts: of a run what ``tell`` allows, of a bundle all that it has."""
+    repository = hub_repository(folder)
+    folder = Path(folder) if repository is None else fetch_bundle(repository)
+    if is_bundle(folder):
+        return read_experts(folder)
+    if tell is None:
+        return None
+    found = read_experts(folder)
+    if found is None:
+        raise UserError(f"{folder} says nothing of its experts yet; `fedweave describe {folder}` finds out.")
+    return limited(found, tell)
 
 
 def export_soft(
@@ -132,8 +161,10 @@ def evaluate(
     last: bool,
     console: Console,
     checkpoint: int | None = None,
+    predictions: list[Prediction] | None = None,
 ) -> str:
-    """Losses and scores of a run or a bundle as a table, on the run's test set or on a file."""
+    """Losses and scores of a run or a bundle as a table, on the run's test set or on a file; ``predictions`` gets a
+    record of every row."""
     if is_bundle(folder):
         config, examples, tasks, models = _bundle(folder, overrides, data, console)
     else:
@@ -144,7 +175,7 @@ def evaluate(
     models[0].backbone.check_answer(config.evaluation.max_new_tokens, "evaluation.max_new_tokens")
     rows, encoded = models[0].backbone.prompts.encode_fitting(examples, config.data.long_answers, console.warn)
     features = compute_features(models[0].backbone, [e.prompt for e in encoded], console)
-    result = evaluate_models(config, tasks, models, held_out(rows, encoded, features), console)
+    result = evaluate_models(config, tasks, models, TestSet(rows, encoded, features), console, predictions)
     return results_table(result, {name: task.title for name, task in tasks.items()})
 
 

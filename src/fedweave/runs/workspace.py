@@ -13,6 +13,7 @@ from fedweave.backbone.prompts import Encoded
 from fedweave.config import BackboneConfig, Config
 from fedweave.console import Console
 from fedweave.data import FederatedData, load_data
+from fedweave.data.clients import ClientWeights
 from fedweave.data.examples import Example, Task
 from fedweave.errors import UserError
 from fedweave.federation.client import Client
@@ -26,11 +27,14 @@ from fedweave.training.batch import ClientData
 class TestSet:
     """Held-out examples with what scoring needs. Labels stay on this side; no method sees a TestSet."""
 
+    examples: list[Example]
     encoded: list[Encoded]
     features: torch.Tensor  # [n, d]
-    labels: list[str]
-    references: list[str]
-    origins: list[str]
+    clients: ClientWeights | None = None  # how much each row counts for each client, where they are known
+
+    @property
+    def labels(self) -> list[str]:
+        return [e.task for e in self.examples]
 
 
 @dataclass
@@ -43,7 +47,11 @@ class Workspace:
     engine: InProcessEngine
     validation: TestSet
     test: TestSet
-    client_labels: list[list[str]]  # for the audit, by client and example
+    client_rows: list[list[Example]]  # for the audit, by client
+
+    @property
+    def client_labels(self) -> list[list[str]]:
+        return [[e.task for e in rows] for rows in self.client_rows]
 
     @property
     def tasks(self) -> dict[str, Task]:
@@ -65,7 +73,7 @@ class Workspace:
         parts = [client.data for client in self.engine.members]
         examples, features = [e for part in parts for e in part.examples], torch.cat([p.features for p in parts])
         self.engine.members = [Client(0, ClientData("everybody", examples, features, gathered=len(parts)))]
-        self.client_labels = [[label for labels in self.client_labels for label in labels]]
+        self.client_rows = [[e for rows in self.client_rows for e in rows]]
 
     def reveal_labels(self) -> None:
         """Swap every feature for its task label, one-hot."""
@@ -102,17 +110,17 @@ class Prepared:
             )
         ]
         validation, test = (
-            held_out(*group, part)
+            TestSet(*group, part, ClientWeights(self.data.clients, group[0]))
             for group, part in zip(self.groups[len(names) :], parts[len(names) :], strict=True)
         )
-        labels = [[e.task for e in examples] for examples, _ in self.groups[: len(names)]]
+        rows = [examples for examples, _ in self.groups[: len(names)]]
         processes = world()
         engine = (
             InProcessEngine(self.backbone, clients, self.config, console)
             if processes is None
             else ShardedEngine(self.backbone, clients, self.config, console, processes)
         )
-        return Workspace(self.config, self.data, self.backbone, engine, validation, test, labels)
+        return Workspace(self.config, self.data, self.backbone, engine, validation, test, rows)
 
 
 class Kept:
@@ -161,13 +169,3 @@ def _prepare(config: Config, console: Console, kept: Kept) -> Prepared:
             f"{truncated} prompts exceed backbone.max_length={config.backbone.max_length} and lose their beginning."
         )
     return Prepared(config, data, backbone, groups)
-
-
-def held_out(examples: list[Example], encoded: list[Encoded], features: torch.Tensor) -> TestSet:
-    return TestSet(
-        encoded,
-        features,
-        [e.task for e in examples],
-        [e.response for e in examples],
-        [e.origin for e in examples],
-    )

@@ -12,6 +12,7 @@ from starlette.concurrency import run_in_threadpool
 
 from fedweave.backbone.load import Backbone
 from fedweave.backbone.prompts import EncodedPrompt, LongAnswer
+from fedweave.description.record import Experts
 from fedweave.errors import UserError
 from fedweave.serving.answers import Answers, EventStream, Gone, unless_gone
 from fedweave.serving.guard import Guard, Metrics, speak_openai
@@ -22,8 +23,13 @@ ROUTED = "fedweave"  # the model name that leaves the choice to the router
 
 
 class Api:
-    def __init__(self, backbone: Backbone, experts: int, backend: Backend, limits: Limits):
+    def __init__(
+        self, backbone: Backbone, experts: int, backend: Backend, limits: Limits, told: Experts | None = None
+    ):
         self.backbone, self.backend, self.limits = backbone, backend, limits
+        self.told = {
+            f"expert_{m}": {"fedweave": expert} for m, expert in enumerate(told["experts"] if told else [])
+        }
         self.names = [ROUTED, *(f"expert_{m}" for m in range(experts))]
         self.metrics = Metrics(backend)
         self.started = int(time.time())
@@ -86,7 +92,7 @@ class Api:
             "owned_by": "fedweave",
             "root": self.backbone.name,
         }
-        return [{"id": name, **common} for name in self.names]
+        return [{"id": name, **common, **self.told.get(name, {})} for name in self.names]
 
     async def health(self) -> JSONResponse:
         problem = await self.backend.problem()

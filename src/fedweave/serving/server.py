@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import uvicorn
 
 from fedweave.console import Console
+from fedweave.description.record import Experts
 from fedweave.errors import UserError
 from fedweave.inference.model import FedWeaveModel
 from fedweave.serving.app import Api, build_app
@@ -24,6 +25,7 @@ class ServerSettings:
     key: str | None = None
     upstream: str | None = None
     upstream_key: str | None = None
+    told: Experts | None = None  # what the page says of the experts
 
 
 def serve(load: Callable[[], FedWeaveModel], settings: ServerSettings, limits: Limits, console: Console) -> None:
@@ -46,7 +48,7 @@ async def _serve(
         backend = Gateway(model, limits, settings.upstream, settings.upstream_key)
         if problem := await backend.problem():
             console.warn(f"{problem}; requests will fail until it does.")
-    app = build_app(Api(model.backbone, experts, backend, limits), settings.key)
+    app = build_app(Api(model.backbone, experts, backend, limits, settings.told), settings.key)
     host, port = listener.getsockname()[:2]
     console.say(f"{experts} experts on {model.backbone.name}; http://{host}:{port} (API at /v1, Ctrl-C stops)")
     config = uvicorn.Config(app, log_level="warning", access_log=False, ws="none", timeout_graceful_shutdown=10)
