@@ -67,3 +67,23 @@ def test_text_stands_out_in_both_themes(browser, page, scheme):
     assert (brightness(back) > 0.5) == (scheme == "light")
     assert abs(brightness(ink) - brightness(back)) > 0.6
     assert abs(brightness(label) - brightness(back)) > 0.45, "figures must follow the theme"
+
+
+def test_choosing_a_client_or_an_expert_fades_the_others(browser, page):
+    look(browser, page)
+    seen = """
+        const form = document.querySelector('.chooser'), [client, expert] = arguments;
+        form.client.value = client; form.expert.value = expert; form.dispatchEvent(new Event('change'));
+        const opacity = (part) => part.classList.contains('elsewhere');
+        return [...document.querySelectorAll('[data-client], [data-expert]')].map(
+            (part) => [part.dataset.client ?? null, part.dataset.expert ?? null, opacity(part)]);"""
+    assert browser.execute_script("return !document.querySelector('.chooser').hidden")
+    everything = browser.execute_script(seen, "", "")
+    assert len(everything) > 30 and not any(faded for *_, faded in everything)
+    for client, expert, faded in browser.execute_script(seen, "client_1", "0"):
+        assert faded == (client not in (None, "client_1") or expert not in (None, "0"))
+    browser.execute_script("document.querySelector('.chooser button').click()")
+    left = browser.execute_async_script(
+        "setTimeout(arguments[0], 50, 0)"
+    ) or browser.execute_script("return document.querySelectorAll('.elsewhere').length")
+    assert left == 0

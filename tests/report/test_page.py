@@ -79,7 +79,7 @@ def test_a_finished_run_gives_every_chapter_and_every_figure(written):
 def test_the_page_is_one_file_with_unique_names(written):
     text = (written / "report.html").read_text()
     outline = Outline(text)
-    assert outline.fetches == [] and "script" not in outline.tags and "link" not in outline.tags
+    assert outline.fetches == [] and outline.tags.count("script") == 1 and "link" not in outline.tags
     assert not re.search(r"@import|url\((?!#|data:)", text)
     assert len(outline.ids) == len(set(outline.ids))
     referred = set(re.findall(r"url\(#([^)]+)\)", text)) | set(re.findall(r'href="#([^"]+)"', text))
@@ -139,7 +139,7 @@ def test_odd_client_names_stay_text(finished):
         text = re.sub(r'"checksum": "\w+",', "", file.read_text())
         file.write_text(text.replace("client_0", "<script>alert(1)</script> $x_0$ & co"))
     text = page_of(finished)
-    assert "script" not in Outline(text).tags and "&lt;script&gt;" in text
+    assert Outline(text).tags.count("script") == 1 and "&lt;script&gt;" in text  # the page has one of its own
 
 
 def test_a_comparison_becomes_groups_with_seed_bands_and_a_trend(grid):

@@ -44,3 +44,14 @@ def test_a_picture_says_what_the_pointer_rests_on():
     assert (
         "<title>&lt;north&gt;, E1: 100%</title>" in drawn and "var(--heat)" in drawn and "var(--on-heat)" in drawn
     )
+
+
+def test_a_picture_says_whose_its_parts_are():
+    from fedweave.report.style import tip
+
+    figure, ax = canvas()
+    ax.plot([0, 1], gid=tip("a <b>", 'north "1" = x', 3))
+    ax.plot([1, 0], gid=tip("", expert=0))
+    drawn = Picture("x", "X", "", figure).svg()
+    assert 'data-client="north &quot;1&quot; = x" data-expert="3"><title>a &lt;b&gt;</title>' in drawn
+    assert '<g class="tip" data-expert="0"><' in drawn and "data-client" not in drawn.split('data-expert="0"')[1]

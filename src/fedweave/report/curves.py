@@ -20,6 +20,7 @@ from fedweave.report.style import (
     legend,
     line_style,
     named_rows,
+    tip,
     whole_rounds,
 )
 from fedweave.runs.reading import RunRecord
@@ -150,7 +151,11 @@ def expert_load(run: RunRecord) -> Picture | None:
     rounds, bottom = list(loads), np.zeros(len(loads))
     for m, share in enumerate(np.array(list(loads.values())).T):  # [M, rounds]
         hatch = "////" if m >= len(PALETTE) else None
-        ax.bar(rounds, share, 0.8, bottom, color=colour(m), edgecolor=SURFACE, hatch=hatch, label=f"expert {m}")
+        bars = ax.bar(
+            rounds, share, 0.8, bottom, color=colour(m), edgecolor=SURFACE, hatch=hatch, label=f"expert {m}"
+        )
+        for bar, t, part in zip(bars, rounds, share, strict=True):
+            bar.set_gid(tip(f"expert {m}, round {t}: {part:.0%}", expert=m))
         bottom += share
     ax.set(ylabel="share of validation prompts", ylim=(0, 1))
     whole_rounds(ax)
@@ -233,8 +238,11 @@ def client_agreement(run: RunRecord) -> Picture | None:
         each = [cosine for e in run.rounds if (cosine := e["agreement"].get(name)) is not None]
         mean = run.agreement[name]
         shade = PALETTE[1] if mean < 0 else PALETTE[0]
-        ax.plot([min(each), max(each)], [y, y], color=shade, alpha=0.35, linewidth=4, solid_capstyle="round")
-        ax.plot(mean, y, "o", color=shade)
+        own = tip(f"{name}: {mean:+.2f}, from {min(each):+.2f} to {max(each):+.2f}", client=name)
+        ax.plot(
+            [min(each), max(each)], [y, y], color=shade, alpha=0.35, linewidth=4, solid_capstyle="round", gid=own
+        )
+        ax.plot(mean, y, "o", color=shade, gid=own)
     ax.axvline(0, color=MUTED, linewidth=1)
     named_rows(ax, names, "cosine with the other clients' updates", (-0.7, len(names) - 0.3))
     caption = "Held against others only on the experts that both serve. Dot: mean over rounds; bar: range."

@@ -43,7 +43,7 @@ def mixture(run: RunRecord) -> Picture | None:
             range(len(clients)), counts, 0.74, left, color=colour(i), edgecolor=SURFACE, linewidth=0.6, label=title
         )
         for bar, name, count in zip(bars, clients, counts, strict=True):
-            bar.set_gid(tip(f"{name}, {title}: {count:.0f} examples"))
+            bar.set_gid(tip(f"{name}, {title}: {count:.0f} examples", client=name))
         left += counts
     for y, size in enumerate(sizes):
         ax.text(size + 0.01 * max(sizes), y, str(size), va="center", fontsize=8.5, color=MUTED)
@@ -64,7 +64,7 @@ def feeding(run: RunRecord) -> Picture | None:
     figure, ax = canvas(
         width=max(4.2, min(8.0, 1.6 + 0.6 * run.experts)), height=max(2.0, 0.7 + 0.27 * len(values))
     )
-    shaded_table(ax, shares, list(run.feeding), [f"E{m}" for m in range(run.experts)], "{:.0%}")
+    shaded_table(ax, shares, list(run.feeding), [f"E{m}" for m in range(run.experts)], "{:.0%}", clients=True)
     return Picture(
         "clients-experts", "Who feeds which expert", "Share of a client's examples aligned to each expert.", figure
     )
@@ -74,6 +74,7 @@ def feeding(run: RunRecord) -> Picture | None:
 
 
 class _Bucket(NamedTuple):
+    client: str
     name: str
     expert: int
     task: str | None  # its main one, where labels are known
@@ -86,7 +87,7 @@ def _buckets(run: RunRecord) -> list[_Bucket]:
     for name, client in run.clients.items():
         for c, expert in enumerate(client["experts"]):
             tasks = known[name][c] if name in known else {}
-            rows.append(_Bucket(f"{name}·{c}", expert, max(tasks, key=lambda t: tasks[t]) if tasks else None))
+            rows.append(_Bucket(name, f"{name}·{c}", expert, max(tasks, key=lambda t: tasks[t]) if tasks else None))
     return rows
 
 
@@ -123,11 +124,13 @@ def signatures(run: RunRecord) -> Picture | None:
     tasks = list(run.tasks)
     for x, leaf in enumerate(order):
         row = rows[leaf]
-        strip.bar(x, 0.86, 0.92, 0.07, color=colour(row.expert), linewidth=0)
+        (bar,) = strip.bar(x, 0.86, 0.92, 0.07, color=colour(row.expert), linewidth=0)
+        bar.set_gid(tip(f"{row.name}: expert {row.expert}", row.client, row.expert))
         if n <= 40:
             strip.text(x, 0.5, str(row.expert), ha="center", va="center", fontsize=8, color=SURFACE)
         if known and row.task:
-            strip.bar(x, 0.86, 0.92, 1.07, color=colour(tasks.index(row.task)), linewidth=0, alpha=0.75)
+            (bar,) = strip.bar(x, 0.86, 0.92, 1.07, color=colour(tasks.index(row.task)), linewidth=0, alpha=0.75)
+            bar.set_gid(tip(f"{row.name}: mostly {run.tasks[row.task]}", row.client, row.expert))
     strip.set_yticks([0.5, 1.5] if known else [0.5], ["expert", "main task"] if known else ["expert"])
     bare_axes(low)
     shown = matrix[np.ix_(order, order)]
@@ -205,36 +208,47 @@ def embeddings(run: RunRecord) -> list[Picture]:
     plane = _plane(tuple(map(tuple, data["points"])))
     kind = "t-SNE of the prompt features" if len(plane) >= 30 else "The two main axes of the prompt features"
     tasks, clients = list(run.tasks), list(dict.fromkeys(data["clients"]))
+    owners = list(zip(data["clients"], data["experts"], strict=True))
     own_marks = [clients.index(name) for name in data["clients"]]
     of_task = [tasks.index(task) for task in data["tasks"]]
+    experts = [f"expert {m}" for m in range(run.experts)]
     pictures = [
-        _scatter(plane, data["buckets"], own_marks, [], "bucket", "Colour: a bucket's number within its client; "
-                 "shape: the client. Numbers mean nothing across clients until alignment."),
-        _scatter(plane, data["experts"], data["experts"], [f"expert {m}" for m in range(run.experts)], "expert",
+        _scatter(plane, owners, data["buckets"], own_marks, [], "bucket", "Colour: a bucket's number within its "
+                 "client; shape: the client. Numbers mean nothing across clients until alignment."),
+        _scatter(plane, owners, data["experts"], data["experts"], experts, "expert",
                  "Colour: the expert that alignment gave its bucket."),
     ]  # fmt: skip
     if len(tasks) > 1:
-        titles = list(run.tasks.values())
-        pictures.append(_scatter(plane, of_task, of_task, titles, "task", "Colour: the task, which no method saw."))
+        titles, caption = list(run.tasks.values()), "Colour: the task, which no method saw."
+        pictures.append(_scatter(plane, owners, of_task, of_task, titles, "task", caption))
     for picture in pictures:
         picture.caption = f"{kind}, {len(plane)} prompts of {len(clients)} clients. {picture.caption}"
     return pictures
 
 
 def _scatter(
-    plane: np.ndarray, colours: list[int], marks: list[int], names: list[str], by: str, caption: str
+    plane: np.ndarray,  # [n, 2]
+    owners: list[tuple[str, int]],  # client and expert of every prompt
+    colours: list[int],
+    marks: list[int],
+    names: list[str],
+    by: str,
+    caption: str,
 ) -> Picture:
     figure, ax = canvas(3.7, 3.6)
     bare_axes(ax)
     ax.set_xticks([])
     ax.set_yticks([])
     size = max(6.0, min(20.0, 4000 / len(plane)))
-    pairs = np.array([colours, marks]).T  # [n, 2]
-    for hue, mark in sorted(set(zip(colours, marks, strict=True))):
-        chosen = plane[(pairs == (hue, mark)).all(1)]
-        label = names[hue] if names else None
-        ax.scatter(chosen[:, 0], chosen[:, 1], s=size, color=colour(hue), alpha=0.75, linewidths=0, label=label,
-                   marker=MARKERS[mark % len(MARKERS)])  # fmt: skip
+    alike: dict[tuple[int, int, str, int], list[int]] = {}
+    for i, (hue, mark, owner) in enumerate(zip(colours, marks, owners, strict=True)):
+        alike.setdefault((hue, mark, *owner), []).append(i)
+    labelled: set[int] = set()
+    for (hue, mark, client, expert), members in sorted(alike.items()):
+        label = names[hue] if names and hue not in labelled else None
+        labelled.add(hue)
+        ax.scatter(plane[members, 0], plane[members, 1], s=size, color=colour(hue), alpha=0.75, linewidths=0,
+                   label=label, marker=MARKERS[mark % len(MARKERS)], gid=tip("", client, expert))  # fmt: skip
     legend(ax)
     return Picture(f"prompts-{by}", f"Prompts by {by}", caption, figure)
 

@@ -32,6 +32,7 @@ INK, MUTED, GRID, SURFACE = "#1f2328", "#656d76", "#d8dee4", "#fffffe"
 PALETTE = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#56b4e9", "#e69f00", "#7f7f7e")
 HEAT, ON_HEAT = "#0072b1", "#fffffd"  # cells of a table and figures on the strongest: each theme has its own
 _TIP = "tip: "  # an artist with such an id says the rest of it when the pointer rests on it
+_PART = "\u2063"  # invisible; what follows says whose the artist is, for the page's chooser
 Dashes = str | tuple[float, tuple[float, ...]]
 LINES: tuple[Dashes, ...] = ("-", (0, (5, 2)), (0, (1, 1.5)), (0, (6, 2, 1, 2)))
 MARKERS = ("o", "s", "^", "D", "v", "P", "X")
@@ -52,9 +53,18 @@ _FONTS = (
 )  # fmt: skip
 
 
-def tip(text: str) -> str:
-    """The id of an artist that says ``text`` when the pointer rests on it."""
-    return f"{_TIP}{text}"
+def tip(text: str, client: str | None = None, expert: int | None = None) -> str:
+    """The id of an artist that says ``text`` when the pointer rests on it, and that fades while the reader looks at
+    another client or expert than its own."""
+    parts = {"client": client, "expert": expert}
+    return _TIP + text + "".join(f"{_PART}{key}={value}" for key, value in parts.items() if value is not None)
+
+
+def _tipped(found: re.Match[str]) -> str:
+    """The SVG group of such an artist."""
+    text, *parts = found[2].replace('"', "&quot;").split(_PART)
+    owned = "".join(' data-{}="{}"'.format(*part.split("=", 1)) for part in parts)
+    return f'<g class="tip"{owned}>' + (f"<title>{text}</title>" if text else "")
 
 
 def colour(index: int) -> str:
@@ -90,7 +100,7 @@ class Picture:
             self.figure.set_layout_engine("none")
         text = out.getvalue()
         text = re.sub(r"<metadata>.*?</metadata>", "", text[text.index("<svg") :], flags=re.DOTALL)
-        text = re.sub(rf'<g id="{_TIP}([^"]*)">', r'<g class="tip"><title>\1</title>', text)
+        text = re.sub(rf"<g id=([\"']){_TIP}(.*?)\1>", _tipped, text)
         # names that clash with no other picture's on the page
         text = re.sub(r'\bid="([^"]+)"', rf'id="{self.name}-\1"', text)
         return re.sub(r'(href="#|url\(#)', rf"\g<1>{self.name}-", text)
@@ -243,8 +253,11 @@ def whole_rounds(ax: Axes) -> None:
     ax.set_xlabel("round")
 
 
-def shaded_table(ax: Axes, values: np.ndarray, rows: Sequence[str], columns: Sequence[str], form: str) -> None:
-    """A heat map whose cells are one colour at the strength of their value (0 to 1), with figures on top."""
+def shaded_table(
+    ax: Axes, values: np.ndarray, rows: Sequence[str], columns: Sequence[str], form: str, clients: bool = False
+) -> None:
+    """A heat map whose cells are one colour at the strength of their value (0 to 1), with figures on top. Columns
+    are experts; rows are clients or something else."""
     from matplotlib.patches import Rectangle
 
     bare_axes(ax)
@@ -252,7 +265,7 @@ def shaded_table(ax: Axes, values: np.ndarray, rows: Sequence[str], columns: Seq
     for i, row in enumerate(values):
         for j, value in enumerate(row):
             strength = 0.04 + 0.96 * float(value) / max(1.0, strongest)
-            said = tip(f"{rows[i]}, {columns[j]}: {form.format(value)}")
+            said = tip(f"{rows[i]}, {columns[j]}: {form.format(value)}", rows[i] if clients else None, j)
             box = Rectangle((j - 0.48, i - 0.46), 0.96, 0.92, color=HEAT, alpha=strength, linewidth=0, gid=said)
             ax.add_patch(box)
             ink = ON_HEAT if strength > 0.86 else INK  # where dark and light figures are equally easy to read
