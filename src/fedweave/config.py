@@ -227,6 +227,11 @@ class Config:
     loggers: tuple[Literal["tensorboard", "wandb", "mlflow", "trackio"], ...] = setting(
         (), "Trackers that get a copy of every figure, as in [tensorboard]; metrics.jsonl is always written."
     )
+    finish: tuple[Literal["worth", "report"], ...] = setting(
+        (),
+        "What follows a finished run, in this order: worth trains its two references, which takes about twice as "
+        "long as the run; report writes its page.",
+    )
     engine: Literal["in-process", "flower"] = setting(
         "in-process", "Where clients run: in this process, or as Flower nodes, simulated with Ray."
     )

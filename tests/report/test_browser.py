@@ -83,7 +83,7 @@ def test_choosing_a_client_or_an_expert_fades_the_others(browser, page):
     for client, expert, faded in browser.execute_script(seen, "client_1", "0"):
         assert faded == (client not in (None, "client_1") or expert not in (None, "0"))
     browser.execute_script("document.querySelector('.chooser button').click()")
-    left = browser.execute_async_script(
-        "setTimeout(arguments[0], 50, 0)"
-    ) or browser.execute_script("return document.querySelectorAll('.elsewhere').length")
+    left = browser.execute_async_script("setTimeout(arguments[0], 50, 0)") or browser.execute_script(
+        "return document.querySelectorAll('.elsewhere').length"
+    )
     assert left == 0

@@ -101,18 +101,37 @@ def predict(
     )
 
 
+# Measured, not derived (docs/budget.md): Python with torch and transformers; what the C library's allocator keeps in
+# holes between tensors; the longest step beside the mean one; answers' share of the tokens.
+_PROCESS = 490 * 2**20
+_HOLES = 1.5
+_LONGEST = 1.08
+_ANSWERS = 1 / 3
+_MOST_LOGITS = 1 << 28  # numbers at once, as kernels/entropy.py
+
+
 def training_memory(
-    shape: ModelShape, trained: int, lanes: int, tokens: float, element_size: int
+    shape: ModelShape, trained: int, lanes: int, tokens: float, element_size: int, cpu: bool = False
 ) -> dict[str, float]:
-    """Bytes on the device while ``lanes`` clients train together: weights, their own states, activations.
+    """Bytes at the peak of training ``lanes`` clients together: tensors on a GPU, the whole process on a CPU.
 
     A trained number has a float32 master, start, gradient and two moments, and in half precision a copy of it and
-    of its gradient; ``trained`` is what one client trains, ``tokens`` one step of all lanes.
+    of its gradient; ``trained`` is what one client trains, ``tokens`` a mean step of all lanes. A CPU holds
+    logits and their gradient at once, a GPU writes one over the other.
     """
     per_number = 20 + (2 * element_size if element_size < 4 else 0)
+    tokens *= _LONGEST
+    logits = min(_MOST_LOGITS, _ANSWERS * tokens * shape.config.vocab_size) * element_size
     parts = {
-        "backbone": float(shape.parameters * element_size),
+        "process": float(_PROCESS) if cpu else 0.0,
+        "backbone": float((shape.parameters + (shape.joined if cpu else 0)) * element_size),
         "clients": float(lanes * trained * per_number),
-        "activations": tokens * shape.activation_numbers() * element_size,
+        "activations": tokens * shape.activation_numbers() * element_size * (_HOLES if cpu else 1.0),
+        "logits": 2 * logits if cpu else logits,
     }
     return {**parts, "total": sum(parts.values())}
+
+
+def loading_memory(shape: ModelShape, element_size: int) -> float:
+    """Bytes of a CPU's process while its products are joined: all weights as they were read, and as they will be."""
+    return _PROCESS + float((2 * shape.parameters + shape.joined) * element_size)

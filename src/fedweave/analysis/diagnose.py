@@ -13,7 +13,7 @@ from pathlib import Path
 from fedweave.analysis.diagnosis import Diagnosis
 from fedweave.analysis.measure_experts import measure_budget, measure_conflict, measure_contamination
 from fedweave.analysis.measure_router import measure_paths, measure_risk
-from fedweave.analysis.subject import Sample, open_subject
+from fedweave.analysis.subject import Sample, open_subject, quick_sample
 from fedweave.analysis.verdicts import verdicts
 from fedweave.console import Console
 from fedweave.errors import UserError
@@ -36,16 +36,17 @@ NEEDS_ROUTER = "needs several experts and a router; {method} has one adapter for
 def diagnose(
     folder: Path,
     console: Console,
-    clients: int = 4,
+    clients: int | None = None,
     batches: int = 1,
     which: str = "best",
     router_rate: float | None = None,
 ) -> Diagnosis:
     """Measure everything that the run allows, write diagnostics.json, return it.
 
-    ``which`` is the state to look at: best, last or start; ``router_rate`` the η of the router's paths.
+    ``which`` is the state to look at: best, last or start; ``router_rate`` the η of the router's paths. Without
+    ``clients`` the sample is as large as a minute allows.
     """
-    if clients < 1 or batches < 1:
+    if (clients is not None and clients < 1) or batches < 1:
         raise UserError("--clients and --batches must be at least 1.")
     if router_rate is not None and not 0 < router_rate <= 1000:
         raise UserError("--router-rate must be above 0 and at most 1000.")
@@ -53,7 +54,8 @@ def diagnose(
     subject = open_subject(folder, which, console)
     config = subject.workspace.config
     rate = router_rate if router_rate is not None else config.router.lr
-    sample = Sample(subject.clients[:clients], batches, config.training.batch_size)
+    size = config.training.batch_size
+    sample = Sample(subject.clients[:clients], batches, size) if clients else quick_sample(subject, batches, size)
     routed = subject.state.router is not None and subject.state.layout.experts > 1
     refused = {}
     for name, (labels, router) in NEEDS.items():

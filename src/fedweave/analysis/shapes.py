@@ -12,7 +12,7 @@ from fedweave.backbone.decoder import FAMILIES
 from fedweave.backbone.load import linear_layers
 from fedweave.errors import UserError, first_line
 from fedweave.experts.layout import AdapterLayout
-from fedweave.training.memory import activation_numbers
+from fedweave.training.memory import activation_numbers, joined_numbers
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel
@@ -52,6 +52,11 @@ class ModelShape:
 
     def layout(self, targets: tuple[str, ...], rank: int, experts: int, shared: int = 0) -> AdapterLayout:
         return AdapterLayout.of(linear_layers(self.model, targets, self.name), rank, experts, shared)
+
+    @property
+    def joined(self) -> int:
+        """Weights that are there twice where products are joined."""
+        return joined_numbers(self.config) if self.config.model_type in FAMILIES else 0
 
     def activation_numbers(self) -> int:
         """Numbers kept for backward per token."""

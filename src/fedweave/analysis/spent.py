@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
-from fedweave.analysis.budget import Budget, predict, training_memory
+from fedweave.analysis.budget import Budget, loading_memory, predict, training_memory
 from fedweave.analysis.shapes import ModelShape, model_shape
 from fedweave.config import Config
 from fedweave.errors import UserError
 from fedweave.methods import method_class
 from fedweave.runs.reading import RunRecord
 from fedweave.schema import RoundEvent
+from fedweave.training.memory import cpu_tokens
 
 FLOP_PER_PARAMETER = 4  # forward 2, backward through frozen weights 2
 
@@ -108,22 +110,32 @@ def _bytes(
 
 
 def _memory(run: RunRecord, budget: Budget, shape: ModelShape) -> Spent:
-    """Predicted for all participants in one step, or as many as training.clients_per_step says."""
+    """The largest of loading, warmup and rounds."""
     config, rounds = run.config, run.rounds
     measured = run.summary["timing"]["peak_memory_bytes"] if run.summary else None
     if run.elsewhere:
         return Spent("peak memory", "bytes", None, measured, "the server's process; clients train elsewhere")
     device = run.summary["environment"]["device"] if run.summary else "cpu"
-    lanes = int(np.mean([len(event["participants"]) for event in rounds])) if rounds else len(run.clients)
-    if config.training.clients_per_step != "auto":
-        lanes = min(lanes, int(config.training.clients_per_step))
-    steps = _steps(run)
-    tokens = lanes * sum(event["tokens"] for event in rounds) / steps if steps else 0.0
-    element_size = 2 if device.startswith("cuda") and config.backbone.dtype != "float32" else 4
-    trained = budget.methods[config.method].down
-    total = training_memory(shape, trained, lanes, tokens, element_size)["total"]
-    where = "tensors on the GPU" if device.startswith("cuda") else "tensors; the whole process"
-    return Spent("peak memory", "bytes", total, measured, where)
+    cpu = not device.startswith("cuda")
+    element_size = 4 if cpu or config.backbone.dtype == "float32" else 2
+    most = cpu_tokens(shape.activation_numbers() * element_size) if cpu else math.inf
+    each = sum(event["tokens"] for event in rounds) / max(1, _steps(run))  # tokens of one client's step
+    peaks = [loading_memory(shape, element_size)] if cpu else []
+
+    def add(trained: int, lanes: int, tokens: float) -> None:
+        """A phase of so many lanes, each with so many tokens a step, as many of them at once as are allowed."""
+        asked = config.training.clients_per_step
+        at_once = min(lanes, max(1, int(most / tokens)) if asked == "auto" else int(asked)) if tokens else lanes
+        peaks.append(training_memory(shape, trained, at_once, at_once * tokens, element_size, cpu)["total"])
+
+    participants = [len(event["participants"]) for event in rounds] or [len(run.clients)]
+    add(budget.methods[config.method].down, round(float(np.mean(participants))), each)
+    if method_class(config.method).discovers:
+        sizes = [size for client in run.clients.values() for size in client["buckets"]]
+        drawn = float(np.mean([min(size, config.discovery.warmup_batch) for size in sizes]))
+        single = shape.layout(config.experts.target_modules, config.experts.rank, 1).size
+        add(single, len(sizes), each * drawn / config.training.batch_size)
+    return Spent("peak memory", "bytes", max(peaks), measured, "the whole process" if cpu else "tensors on the GPU")
 
 
 def _time(run: RunRecord, shape: ModelShape) -> list[Spent]:

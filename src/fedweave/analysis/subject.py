@@ -130,6 +130,37 @@ class Subject:
             return state.router.route(phi, client.data.features.to(phi)).double().cpu().numpy()
 
 
+_MINUTE = {"cpu": 2.5e12, "cuda": 5e15}  # FLOP that leave room for loading; two cores do 1e11 a second
+_MOST_CLIENTS = 4
+
+
+def quick_sample(subject: Subject, batches: int, batch_size: int) -> Sample:
+    """Up to four clients, as many as a minute allows; where one is too much, fewer examples of each of its buckets."""
+    parameters = sum(p.numel() for p in subject.workspace.backbone.model.parameters())
+    steps = subject.workspace.config.training.local_steps
+    allowed = _MINUTE["cuda" if subject.workspace.backbone.device.type == "cuda" else "cpu"]
+
+    def work(client: Client) -> float:
+        """Gradients of each bucket at three states a step, and losses of every expert, each twice as cheap."""
+        tokens = sum(len(e.ids) for e in client.data.examples) / len(client)
+        rows = batches * batch_size * len(client.buckets)
+        paths = 3 * steps if len(client.buckets) > 1 else 0
+        return 4 * parameters * tokens * rows * (paths + (subject.state.layout.experts + 1) / 2 + 3)
+
+    spent, chosen = 0.0, []
+    for client in subject.clients[:_MOST_CLIENTS]:
+        spent += work(client)
+        if chosen and spent > allowed:
+            break
+        chosen.append(client)
+    first = work(chosen[0])
+    return Sample(
+        chosen,
+        batches,
+        batch_size if first <= allowed else min(batch_size, max(2, int(batch_size * allowed / first))),
+    )
+
+
 def open_subject(folder: Path, which: str, console: Console) -> Subject:
     """Load a run without changing it; ``which`` of its states is under diagnosis: best, last or start."""
     run, config = RunFolder.open(folder)

@@ -1,7 +1,8 @@
-"""A diagnosis in words: one verdict per question, and the tables that it rests on."""
+"""A diagnosis in words: one verdict per question, then the tables that they rest on."""
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Callable
 from statistics import fmean
 from typing import NamedTuple
@@ -41,12 +42,14 @@ def render(found: Diagnosis) -> str:
         f"{sample['batches']} × {sample['batch_size']} examples of each bucket. Router weights: all examples."
     ]
     for verdict in found["verdicts"]:
-        name = verdict["about"]
-        if found.get(name):
-            parts.append(SECTIONS[name].table(found))
         mark = {"good": "✓", "note": "·", "warning": "!"}[verdict["level"]]
-        parts.append(f"  {mark} {verdict['text']}")
-    return "\n\n".join(parts)
+        parts.append(textwrap.fill(f"{mark} {verdict['text']}", 112, initial_indent="  ", subsequent_indent="    "))
+    tables = [
+        SECTIONS[verdict["about"]].table(found) for verdict in found["verdicts"] if found.get(verdict["about"])
+    ]
+    return "\n\n".join(
+        [*parts, "The figures, in the paper's symbols (docs/diagnostics.md explains each):", *tables]
+    )
 
 
 # -------------------------------------------------------------------------------------- verdicts
@@ -64,8 +67,8 @@ def _judge_conflict(found: Diagnosis) -> Judgement:
             "No two patterns pull one shared adapter apart here: separate experts buy room, not less conflict."
         )
     return "good" if bucket < client / 2 else "note", (
-        f"In one shared adapter opposed patterns cancel {_percent(client)} of a client's squared gradient, but "
-        f"{_percent(bucket)} inside a bucket; no bucket exceeds its purity bound."
+        f"In one shared adapter, kinds of prompts that pull against each other cancel {_percent(client)} of a "
+        f"client's squared gradient, but {_percent(bucket)} inside a bucket; no bucket exceeds its purity bound."
     )
 
 
@@ -119,26 +122,26 @@ def _judge_paths(found: Diagnosis) -> Judgement:
     if not all(abs(r["first_step_ratio"] - 1) < 1e-3 and r["consensus_bound_holds"] for r in rows):
         return (
             "warning",
-            "D₁ = η²ζ² or ‖e‖² ≤ L²D fails, which must not happen; gradients may be below float precision.",
+            "The first-step identity or the consensus bound fails, which must not happen; gradients may be below "
+            "float precision.",
         )
-    order, consensus = fmean(r["order_term"] for r in rows), fmean(r["consensus_term"] for r in rows)
     persistent = fmean(r["loss_persistent"] - r["loss_start"] for r in rows)
     reset = fmean(r["loss_reset"] - r["loss_start"] for r in rows)
     fast = max(r["rate"] * r["smoothness"] for r in rows)
     limit = "" if fast <= 1 else f" The rate is {fast:.1f} times the largest that the theorem allows."
-    terms = f"order term {order:.1e}, consensus term {consensus:.1e}"
     if max(abs(persistent), abs(reset)) < 1e-4:
         return "note", (
-            f"The router is settled: {part['steps']} SGD steps at rate {part['rate']:g} change its loss by less "
-            f"than 0.0001 either way ({terms}).{limit}"
+            f"The router is settled: {part['steps']} more steps change its loss by less than 0.0001, whether "
+            f"buckets take turns or each trains alone and the results are averaged.{limit}"
         )
     if abs(persistent - reset) < 0.01 * max(abs(persistent), abs(reset)):
         outcome = "they are level"
     else:
         outcome = "interleaved is ahead" if persistent < reset else "reset is ahead"
     return "good" if outcome == "interleaved is ahead" else "note", (
-        f"{part['steps']} SGD steps at rate {part['rate']:g} change the loss by {persistent:+.4f} interleaved and "
-        f"{reset:+.4f} reset-and-averaged: {outcome} ({terms}).{limit}"
+        f"{part['steps']} more router steps at rate {part['rate']:g} change the loss by {persistent:+.4f} where "
+        f"buckets take turns (interleaved) and by {reset:+.4f} where each trains alone and the results are averaged "
+        f"(reset): {outcome}.{limit}"
     )
 
 

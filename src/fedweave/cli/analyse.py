@@ -28,7 +28,9 @@ def register(verbs: Verbs) -> None:
         "diagnose", _diagnose, "Measure parts of the paper's theory on a run: conflict, contamination, risk."
     )
     diagnose.add_argument("folder", type=Path, help="the run folder")
-    diagnose.add_argument("--clients", type=int, default=4, help="clients whose gradients are taken (default 4)")
+    diagnose.add_argument(
+        "--clients", type=int, help="clients whose gradients are taken (default: up to 4, as a minute allows)"
+    )
     diagnose.add_argument("--batches", type=int, default=1, help="batches that stand for a bucket (default 1)")
     diagnose.add_argument(
         "--router-rate", type=float, help="step size of the router's two paths (default: the run's router.lr)"

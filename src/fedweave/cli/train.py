@@ -6,8 +6,9 @@ import argparse
 from pathlib import Path
 
 from fedweave.cli.verbs import Verbs, checkpoint, overrides, quiet, with_environment
-from fedweave.config import load_config
+from fedweave.config import Config, load_config
 from fedweave.console import Console
+from fedweave.errors import UserError
 
 
 def register(verbs: Verbs) -> None:
@@ -38,7 +39,31 @@ def _run(arguments: argparse.Namespace, console: Console) -> None:
     output = Path(config.output) if config.output else _free_folder(Path("runs"), Path(arguments.recipe).stem)
     from fedweave.runs.run import start
 
-    start(config, output, console)
+    if start(config, output, console) is not None:
+        _finish(output, config, console)
+
+
+def _finish(folder: Path, config: Config, console: Console) -> None:
+    """What the config asks for after a run. The run is done whatever becomes of it."""
+    from fedweave.analysis.worth import worth_text
+    from fedweave.compare.worth import weigh
+    from fedweave.federation.engines.distributed import world
+    from fedweave.report import write_report
+
+    if config.finish and world() is not None:
+        console.warn(f"several processes made this run; one is enough to finish it: {', '.join(config.finish)}.")
+        return
+    for step in config.finish:
+        try:
+            if step == "worth":
+                console.say("")
+                found = weigh(folder, console)
+                console.say(f"\n{worth_text(found)}\n")
+            else:
+                page, _ = write_report([folder])
+                console.say(f"{page} says what each expert does and how the run went; open it in a browser.")
+        except UserError as error:
+            console.warn(f"the run is finished, but not its {step}: {error}")
 
 
 def _free_folder(parent: Path, name: str) -> Path:
@@ -53,7 +78,10 @@ def _free_folder(parent: Path, name: str) -> Path:
 def _resume(arguments: argparse.Namespace, console: Console) -> None:
     from fedweave.runs.run import resume
 
-    resume(arguments.folder, arguments.overrides, console, checkpoint=arguments.checkpoint)
+    if resume(arguments.folder, arguments.overrides, console, checkpoint=arguments.checkpoint) is not None:
+        from fedweave.runs.folder import RunFolder
+
+        _finish(arguments.folder, RunFolder.open(arguments.folder)[1], console)
 
 
 def _compare(arguments: argparse.Namespace, console: Console) -> None:

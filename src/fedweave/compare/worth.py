@@ -52,6 +52,12 @@ def _tested(run: RunRecord) -> Tested:
 def _cell(run: RunRecord, method: str) -> Cell:
     """The run's own config with another method; what only costs time is left out."""
     folder = run.path / "worth" / method
-    tree = to_tree(run.config) | {"method": method, "output": str(folder), "init": None, "loggers": []}
+    tree = to_tree(run.config) | {
+        "method": method,
+        "output": str(folder),
+        "init": None,
+        "loggers": [],
+        "finish": [],
+    }
     tree["evaluation"] |= {"compare_routings": False, "score_rounds": False, "untouched": False, "last": False}
     return Cell({"method": method}, from_tree(tree), folder)

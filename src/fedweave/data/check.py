@@ -8,6 +8,7 @@ import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from pathlib import Path
 from typing import Protocol
 
 import numpy as np
@@ -127,7 +128,8 @@ def _fault(message: str, folder: str) -> dict[str, str]:
     """A sentence taken apart into where and what, for sorting; the folder goes without saying."""
     found = re.match(r"(.*?:\d+):? (.*)", message, re.DOTALL)
     where, what = found.groups() if found else ("", message)
-    return {"where": where.removeprefix(folder).lstrip("/"), "what": what}
+    inside = where.removeprefix(folder).lstrip("/")
+    return {"where": Path(folder).name + inside if inside.startswith(":") else inside, "what": what}
 
 
 def _measure(check: Check, config: Config, gathered: Gathered, data: FederatedData | None, reader: Reader) -> None:

@@ -129,7 +129,7 @@ def _by_client(owned: Owned, found: Gathered, name: str, complain: Complain) -> 
         found.pool = [example for _, example in owned]
         return found
     if not owned:
-        complain(f"{name} holds no row; add examples.")
+        complain(f"{name} holds no row that can be used; add examples.")
     found.clients = {client: [] for client in sorted(owner for owner in owners if owner is not None)}
     for owner, example in owned:
         if owner is None:

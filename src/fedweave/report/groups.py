@@ -13,7 +13,15 @@ from fedweave.schema import ComparedCell, RoutingCost, ValidationEvent
 from fedweave.settings import flatten, to_tree
 
 # Keys that never make two runs different experiments.
-_SAME = ("output", "seed", "loggers", "evaluation.batch_size", "training.clients_per_step", "backbone.device")
+_SAME = (
+    "output",
+    "seed",
+    "loggers",
+    "finish",
+    "evaluation.batch_size",
+    "training.clients_per_step",
+    "backbone.device",
+)
 
 Curve = dict[int, list[float]]  # round -> one value per seed
 

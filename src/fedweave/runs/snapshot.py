@@ -27,6 +27,7 @@ PLACES = ("data.path", "backbone.model", "backbone.revision", "backbone.device")
 LATER = (
     "output",
     "loggers",
+    "finish",
     "engine",
     "evaluation",
     "training.rounds",

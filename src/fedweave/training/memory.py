@@ -31,6 +31,19 @@ def activation_numbers(config: PretrainedConfig, fused: bool) -> int:
     return config.num_hidden_layers * (2 * width + 2 * queries + 2 * keys + 2 * inner)
 
 
+def joined_numbers(config: PretrainedConfig) -> int:
+    """Weights of the products that ``backbone/decoder.py`` joins, of which a CPU keeps both forms."""
+    width, head = config.hidden_size, getattr(config, "head_dim", None)
+    head = head or width // config.num_attention_heads
+    outputs = (config.num_attention_heads + 2 * config.num_key_value_heads) * head + 2 * config.intermediate_size
+    return config.num_hidden_layers * width * outputs
+
+
+def cpu_tokens(per_token: float) -> int:
+    """Most tokens of a step on a CPU; ``per_token`` are the bytes that each keeps."""
+    return min(_CPU_TOKENS, max(512, int(4e9 / per_token)))
+
+
 @dataclass
 class Fit:
     """How many lanes march together, and why."""
@@ -48,7 +61,7 @@ def lanes_that_fit(backbone: Backbone, lanes: Sequence[Lane], asked: int | str) 
     config = backbone.model.config.get_text_config()
     per_token = activation_numbers(config, backbone.decoder is not None) * backbone.head.element_size()
     if backbone.device.type != "cuda":
-        limit = min(_CPU_TOKENS, max(512, int(4e9 / per_token)))
+        limit = cpu_tokens(per_token)
         return Fit(max(1, int(limit / tokens)), f"{limit} tokens in a step")
     parameters = lanes[0].theta.numel() + (lanes[0].phi.numel() if lanes[0].phi is not None else 0)
     each = tokens * per_token + _PER_PARAMETER * parameters
