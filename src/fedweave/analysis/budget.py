@@ -101,8 +101,8 @@ def predict(
     )
 
 
-# Measured, not derived (docs/budget.md): Python with torch and transformers; what the C library's allocator keeps in
-# holes between tensors; the longest step beside the mean one; answers' share of the tokens.
+# Measured, not derived (docs/budget.md): Python with torch and transformers; what the C library's allocator keeps
+# in holes between tensors; the longest step beside the mean one; answers' share of the tokens.
 _PROCESS = 490 * 2**20
 _HOLES = 1.5
 _LONGEST = 1.08
@@ -133,5 +133,5 @@ def training_memory(
 
 
 def loading_memory(shape: ModelShape, element_size: int) -> float:
-    """Bytes of a CPU's process while its products are joined: all weights as they were read, and as they will be."""
+    """Bytes of a CPU's process while its products are joined: all weights as read and as they will be."""
     return _PROCESS + float((2 * shape.parameters + shape.joined) * element_size)

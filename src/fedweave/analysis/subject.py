@@ -135,7 +135,7 @@ _MOST_CLIENTS = 4
 
 
 def quick_sample(subject: Subject, batches: int, batch_size: int) -> Sample:
-    """Up to four clients, as many as a minute allows; where one is too much, fewer examples of each of its buckets."""
+    """Up to four clients, as many as a minute allows; where one is too much, fewer examples of its buckets."""
     parameters = sum(p.numel() for p in subject.workspace.backbone.model.parameters())
     steps = subject.workspace.config.training.local_steps
     allowed = _MINUTE["cuda" if subject.workspace.backbone.device.type == "cuda" else "cpu"]
@@ -147,7 +147,8 @@ def quick_sample(subject: Subject, batches: int, batch_size: int) -> Sample:
         paths = 3 * steps if len(client.buckets) > 1 else 0
         return 4 * parameters * tokens * rows * (paths + (subject.state.layout.experts + 1) / 2 + 3)
 
-    spent, chosen = 0.0, []
+    spent = 0.0
+    chosen: list[Client] = []
     for client in subject.clients[:_MOST_CLIENTS]:
         spent += work(client)
         if chosen and spent > allowed:

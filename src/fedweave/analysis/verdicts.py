@@ -140,8 +140,8 @@ def _judge_paths(found: Diagnosis) -> Judgement:
         outcome = "interleaved is ahead" if persistent < reset else "reset is ahead"
     return "good" if outcome == "interleaved is ahead" else "note", (
         f"{part['steps']} more router steps at rate {part['rate']:g} change the loss by {persistent:+.4f} where "
-        f"buckets take turns (interleaved) and by {reset:+.4f} where each trains alone and the results are averaged "
-        f"(reset): {outcome}.{limit}"
+        f"buckets take turns (interleaved) and by {reset:+.4f} where each trains alone and the results are "
+        f"averaged (reset): {outcome}.{limit}"
     )
 
 

@@ -6,6 +6,7 @@ the clients agree. It does not say how another seed would turn out.
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Literal, TypedDict
@@ -184,4 +185,4 @@ CAVEAT = (
 
 def worth_text(found: Worth) -> str:
     tables = [table(*rows(found, figure)) for figure in kinds(found)]
-    return "\n\n".join([*tables, found["answer"], CAVEAT])
+    return "\n\n".join([*tables, textwrap.fill(found["answer"], 116), textwrap.fill(CAVEAT, 116)])

@@ -18,13 +18,15 @@ def summary_text(summary: Summary, experts: Experts | None = None) -> str:
     parts = [
         "",
         f"{summary['method']} · {summary['backbone']['model']} · {summary['clients']} clients · "
-        f"{summary['examples']} examples · {summary['buckets']} buckets → {summary['experts']} experts · "
+        f"{summary['examples']} examples · {summary['buckets']} buckets → {summary['experts']} "
+        f"{'experts' if summary['experts'] > 1 else 'expert'} · "
         f"best of {summary['rounds']} rounds: {chosen['best_round']}",
         "",
     ]
     if "best" in tested:
         bare = tested["untouched"]["loss"] if "untouched" in tested else None
-        parts += [results_table(tested["best"], summary["tasks"], bare), "", _routing(summary, tested["best"])]
+        parts.append(results_table(tested["best"], summary["tasks"], bare))
+        parts += ["", _routing(summary, tested["best"])] if summary["experts"] > 1 else []
     elif chosen["best_loss"] < 0:  # a loss that nobody measured counts rounds down
         parts.append("no site measured a validation loss")
     else:
