@@ -90,12 +90,15 @@ def _judge_contamination(found: Diagnosis) -> Judgement:
     causes = sources(now)
     cause = max(causes, key=lambda name: causes[name][worst] or 0.0)
     whole = [x for x in part["client_mixture"] if x is not None]
-    mixture = f"; with whole clients as units it would be up to {_percent(max(whole))}" if whole else ""
+    mixture = f"; averaged over whole clients they would be up to {_percent(max(whole))}" if whole else ""
     level: Level = "good" if chi < 0.1 else "note" if chi < 0.3 else "warning"
     why = f", mostly from {cause}" if chi >= 0.01 else ""
     at_most = "below 0.1 %" if chi < 0.001 else f"at most {_percent(chi)}"
     where = f"expert {worst}, {part['target'][worst]}{why}"
-    return level, f"{prefix}Off-pattern weight is {at_most} ({where}){mixture}."
+    return (
+        level,
+        f"{prefix}Of what an expert learns from, kinds other than its own are {at_most} ({where}){mixture}.",
+    )
 
 
 def _judge_budget(found: Diagnosis) -> Judgement:
@@ -159,7 +162,7 @@ def _judge_risk(found: Diagnosis) -> Judgement:
     )
     level: Level = "good" if part["margin_risk"] < 0.05 else "note" if part["margin_risk"] < 0.2 else "warning"
     return level, (
-        f"The router misses its pattern's expert with {_percent(part['deficit'])} of its weight and "
+        f"The router misses the expert of a prompt's kind with {_percent(part['deficit'])} of its weight and "
         f"{_percent(part['margin_risk'])} of its choices; one active expert costs {excess:+.4f} of loss against "
         f"the oracle's choice.{note}"
     )
