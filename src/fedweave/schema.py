@@ -25,6 +25,7 @@ class Manifest(TypedDict):
     validation: NotRequired[list[str]]
     test: NotRequired[list[str]]
     unseen: NotRequired[list[str]]
+    unseen_tasks: NotRequired[dict[str, str]]  # task -> title
     federation: NotRequired[str]  # by which its sites know it
 
 
@@ -34,7 +35,7 @@ class Manifest(TypedDict):
 class Agreement(TypedDict):
     purity: float
     nmi: float
-    ari: float  # of clusters with task labels
+    ari: float  # of clusters with labels
 
 
 Audit = TypedDict("Audit", {"local": Agreement, "global": Agreement})  # of buckets, of experts
@@ -73,7 +74,8 @@ class LabelRecord(TypedDict):
     """What only labels can tell."""
 
     bucket_tasks: NotRequired[dict[str, list[dict[str, int]]]]  # client -> of every bucket: task -> examples
-    audit: NotRequired[Audit]
+    audit: NotRequired[Audit]  # against tasks
+    kind_audit: NotRequired[Audit]  # against kinds, where several tasks are one
 
 
 class Discovery(AlignmentReport, LabelRecord):
@@ -168,6 +170,7 @@ class RoutingCost(TypedDict):
 
 class Untouched(TypedDict):
     loss: ByTask
+    unseen: NotRequired[ByTask]  # loss
 
 
 class Chosen(TypedDict):
@@ -192,6 +195,7 @@ class Tested(TypedDict):
     loss: dict[str, ByTask]  # by routing
     routing: dict[str, list[float]]  # task -> mean router weight of every expert
     top1: dict[str, list[float]]  # task -> share of prompts that each expert answers
+    decided: NotRequired[dict[str, float]]  # several experts: kind -> share of prompts that one of them answers
     score: NotRequired[ByTask]
     routings: NotRequired[dict[str, RoutingCost]]
     round: NotRequired[int]
@@ -203,6 +207,7 @@ class Test(TypedDict):
     untouched: NotRequired[Untouched]
     best: NotRequired[Tested]
     last: NotRequired[Tested]
+    unseen: NotRequired[Tested]  # the best round on tasks that nobody trained on, where there are any
 
 
 class Communication(TypedDict):
@@ -236,6 +241,7 @@ class Summary(TypedDict):
     method: str
     seed: int
     tasks: dict[str, str]  # task -> title
+    unseen_tasks: NotRequired[dict[str, str]]
     notes: list[str]
     clients: int
     examples: int
@@ -248,6 +254,7 @@ class Summary(TypedDict):
     communication: Communication
     validation: Chosen
     audit: Audit | None
+    kind_audit: NotRequired[Audit]
     test: Test
     backbone: BackboneName
     config: ConfigTree

@@ -152,6 +152,9 @@ class Loggers:
             return
         values = {f"test/loss/{task}": value for task, value in best["loss"][best["used"]].items()}
         values |= {f"test/score/{task}": value for task, value in best.get("score", {}).items()}
+        if unseen := summary["test"].get("unseen"):
+            values |= {f"unseen/loss/{task}": value for task, value in unseen["loss"][unseen["used"]].items()}
+            values |= {f"unseen/score/{task}": value for task, value in unseen.get("score", {}).items()}
         self._each(lambda logger: logger.log(_clean(values), summary["rounds"]))
 
     def close(self) -> None:

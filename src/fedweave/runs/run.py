@@ -171,7 +171,7 @@ def _execute(run: RunFolder, prepared: Prepared, console: Console) -> Summary:
         torch.cuda.reset_peak_memory_stats(device)
     method = build_method(workspace.config)
     if method.uses_labels:
-        console.warn(f"{workspace.config.method} is told every task label: an upper bound, not a method.")
+        console.warn(f"{workspace.config.method} is told every example's kind: an upper bound, not a method.")
     if method.gathers:
         console.warn(f"{workspace.config.method} has everybody's data in one place: a reference, not a method.")
     workspace.disclose(method)

@@ -30,7 +30,7 @@ from fedweave.router.mlp import RouterLayout
 from fedweave.runs.folder import Progress, RunFolder
 from fedweave.runs.testing import evaluate_models, routed_models
 from fedweave.runs.workspace import TestSet
-from fedweave.schema import Communication, Environment, Prediction, Summary, Test, Tested
+from fedweave.schema import ByTask, Communication, Environment, Prediction, Summary, Test, Tested
 from fedweave.settings import to_tree
 
 if TYPE_CHECKING:
@@ -46,9 +46,13 @@ class Tester(Protocol):
     backbone: Backbone
     engine: InProcessEngine
     test: TestSet
+    unseen: TestSet | None
 
     @property
     def tasks(self) -> dict[str, Task]: ...
+
+    @property
+    def unseen_tasks(self) -> dict[str, Task]: ...
 
     @property
     def notes(self) -> list[str]: ...
@@ -61,7 +65,7 @@ def summarise(
     config, clients, backbone = context.config, context.engine.members, context.backbone
     here = [client for client in clients if isinstance(client, Client)]  # none where the clients are sites
     discovery = json.loads((run.path / "discovery.json").read_text(encoding="utf-8"))
-    return {
+    summary: Summary = {
         "schema": SCHEMA,
         "method": config.method,
         "seed": config.seed,
@@ -86,6 +90,11 @@ def summarise(
         "config": to_tree(config),
         "environment": environment(backbone.device),
     }
+    if tester and tester.unseen:
+        summary["unseen_tasks"] = {name: task.title for name, task in tester.unseen_tasks.items()}
+    if "kind_audit" in discovery:
+        summary["kind_audit"] = discovery["kind_audit"]
+    return summary
 
 
 def trained_parameters(config: Config, state: ServerState) -> int:
@@ -114,17 +123,23 @@ def _communication(run: RunFolder, state: ServerState) -> Communication:
 
 
 def _test(run: RunFolder, tester: Tester, progress: Progress, console: Console) -> Test:
-    """The bare backbone, the best round and the last; the best round's answers go to predictions.jsonl."""
+    """The bare backbone, the best round, also on unseen tasks, and the last; the best round's answers go to
+    predictions.jsonl."""
     test: Test = {}
     if tester.config.evaluation.untouched:
         tester.engine.detach()
-        bar = console.progress("test, untouched backbone", len(tester.test.encoded), "examples")
-        losses = example_losses(tester.backbone, tester.test.encoded, progress=bar)
-        bar.close()
-        test["untouched"] = {"loss": per_task(losses, tester.test.labels)}
+        test["untouched"] = {"loss": _untouched(tester, tester.test, console)}
+        if tester.unseen:
+            test["untouched"]["unseen"] = _untouched(tester, tester.unseen, console)
     predictions: list[Prediction] = []
     test["best"] = _evaluate(tester, progress.best, console, predictions)
     test["best"]["round"] = progress.best_round
+    if tester.unseen:
+        models = served_models(tester, progress.best)
+        test["unseen"] = evaluate_models(
+            tester.config, tester.unseen_tasks, models, tester.unseen, console, predictions
+        )
+        test["unseen"]["round"] = progress.best_round
     if progress.best_round == progress.completed:
         test["last"] = test["best"]
     elif tester.config.evaluation.last:
@@ -133,6 +148,13 @@ def _test(run: RunFolder, tester: Tester, progress: Progress, console: Console) 
     lines = "".join(json.dumps(p, ensure_ascii=False) + "\n" for p in predictions)
     write_atomic(run.path / "predictions.jsonl", lines)
     return test
+
+
+def _untouched(tester: Tester, held: TestSet, console: Console) -> ByTask:
+    bar = console.progress("test, untouched backbone", len(held.encoded), "examples")
+    losses = example_losses(tester.backbone, held.encoded, progress=bar)
+    bar.close()
+    return per_task(losses, held.labels)
 
 
 def served_models(tester: Tester, state: ServerState) -> list[FedWeaveModel]:

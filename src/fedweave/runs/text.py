@@ -8,6 +8,7 @@ from fedweave.console import shade, table
 from fedweave.schema import Audit, ByTask, Summary, Tested
 
 AUDIT = ["purity", "NMI", "ARI"]
+DECIDED = 0.95  # of a kind's prompts to one expert: its routing is decided
 
 
 def summary_text(summary: Summary) -> str:
@@ -23,22 +24,28 @@ def summary_text(summary: Summary) -> str:
     if "best" in tested:
         bare = tested["untouched"]["loss"] if "untouched" in tested else None
         parts += [results_table(tested["best"], summary["tasks"], bare), "", _routing(summary, tested["best"])]
+        if "decided" in tested["best"]:
+            parts += ["", f"routing decided: {decided_text(tested['best']['decided'])}"]
+        if unseen := tested.get("unseen"):
+            bare = tested.get("untouched", {}).get("unseen")
+            parts += ["", results_table(unseen, summary.get("unseen_tasks", {}), bare, "unseen tasks")]
     elif chosen["best_loss"] < 0:  # a loss that nobody measured counts rounds down
         parts.append("no site measured a validation loss")
     else:
         parts.append(f"validation loss of all sites: {chosen['best_loss']:.3f}")
     if summary["audit"]:
-        parts += ["", table(["alignment audit", *AUDIT], audit_rows(summary["audit"]))]
+        audits = audit_rows(summary["audit"], summary.get("kind_audit"))
+        parts += ["", table(["alignment audit", *AUDIT], audits)]
     parts += [""] + [f"note: {note}" for note in summary["notes"]]
     if "timing" in summary:
         parts.append(f"time: {summary['timing']['total_s']:.0f} s")
     return "\n".join(parts)
 
 
-def results_table(tested: Tested, titles: Mapping[str, str], bare: ByTask | None = None) -> str:
+def results_table(tested: Tested, titles: Mapping[str, str], bare: ByTask | None = None, what: str = "test") -> str:
     """Scores and losses of every task, beside the untouched model's where they are known."""
     scored, used = tested.get("score"), tested["used"]
-    header = ["test", *([f"score {used} ↑"] if scored else []), *(f"loss {r} ↓" for r in tested["loss"])]
+    header = [what, *([f"score {used} ↑"] if scored else []), *(f"loss {r} ↓" for r in tested["loss"])]
     header += ["loss untouched"] if bare else []
     rows = []
     for task in tested["loss"][used]:
@@ -48,13 +55,25 @@ def results_table(tested: Tested, titles: Mapping[str, str], bare: ByTask | None
     return table(header, rows)
 
 
-def audit_rows(audit: Audit) -> list[list[str]]:
-    """Purity, NMI and ARI of buckets and of experts."""
+def audit_rows(audit: Audit, kinds: Audit | None = None) -> list[list[str]]:
+    """Purity, NMI and ARI of buckets and of experts, and against kinds where these are not the tasks."""
     levels = {"local": audit["local"], "global": audit["global"]}
+    if kinds:
+        levels |= {"local, by kind": kinds["local"], "global, by kind": kinds["global"]}
     return [
         [level, f"{found['purity']:.3f}", f"{found['nmi']:.3f}", f"{found['ari']:.3f}"]
         for level, found in levels.items()
     ]
+
+
+def decided_text(decided: Mapping[str, float]) -> str:
+    """How much of every kind one expert answers, in one sentence."""
+    least = min(decided, key=lambda kind: decided[kind])
+    enough = sum(share >= DECIDED for share in decided.values())
+    return (
+        f"{enough} of {len(decided)} kinds have {DECIDED:.0%} or more of their prompts answered by one expert; "
+        f"the least is {least} with {decided[least]:.1%}"
+    )
 
 
 def _routing(summary: Summary, best: Tested) -> str:

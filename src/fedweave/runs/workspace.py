@@ -29,7 +29,8 @@ class TestSet:
 
     encoded: list[Encoded]
     features: torch.Tensor  # [n, d]
-    labels: list[str]
+    labels: list[str]  # tasks
+    kinds: list[str]
     references: list[str]
     origins: list[str]
 
@@ -44,11 +45,17 @@ class Workspace:
     engine: InProcessEngine
     validation: TestSet
     test: TestSet
-    client_labels: list[list[str]]  # for the audit, by client and example
+    unseen: TestSet | None  # tasks that nobody trains on
+    client_labels: list[list[str]]  # tasks for the audit, by client and example
+    client_kinds: list[list[str]]
 
     @property
     def tasks(self) -> dict[str, Task]:
         return self.data.tasks
+
+    @property
+    def unseen_tasks(self) -> dict[str, Task]:
+        return self.data.unseen_tasks
 
     @property
     def notes(self) -> list[str]:
@@ -66,19 +73,22 @@ class Workspace:
         parts = [client.data for client in self.engine.members]
         examples, features = [e for part in parts for e in part.examples], torch.cat([p.features for p in parts])
         self.engine.members = [Client(0, ClientData("everybody", examples, features, gathered=len(parts)))]
-        self.client_labels = [[label for labels in self.client_labels for label in labels]]
+        self.client_labels, self.client_kinds = (
+            [[label for labels in told for label in labels]] for told in (self.client_labels, self.client_kinds)
+        )
 
     def reveal_labels(self) -> None:
-        """Swap every feature for its task label, one-hot."""
-        names = list(self.tasks)
+        """Swap every feature for its kind, one-hot. Nobody can tell which expert an unseen task belongs to."""
+        names = self.data.kinds()
 
-        def one_hot(labels: list[str]) -> torch.Tensor:
-            return torch.nn.functional.one_hot(torch.tensor([names.index(x) for x in labels]), len(names)).float()
+        def one_hot(kinds: list[str]) -> torch.Tensor:
+            return torch.nn.functional.one_hot(torch.tensor([names.index(x) for x in kinds]), len(names)).float()
 
-        for client, labels in zip(self.engine.members, self.client_labels, strict=True):
-            client.data.features = one_hot(labels)
+        for client, kinds in zip(self.engine.members, self.client_kinds, strict=True):
+            client.data.features = one_hot(kinds)
         for held in (self.validation, self.test):
-            held.features = one_hot(held.labels)
+            held.features = one_hot(held.kinds)
+        self.unseen = None
 
 
 @dataclass
@@ -88,7 +98,9 @@ class Prepared:
     config: Config
     data: FederatedData
     backbone: Backbone
-    groups: list[tuple[list[Example], list[Encoded]]]  # clients in order, then validation, then test
+    groups: list[
+        tuple[list[Example], list[Encoded]]
+    ]  # clients in order, validation, test; unseen, if there are any
 
     def build(self, console: Console) -> Workspace:
         """Compute (or recall) the features and set the clients up."""
@@ -102,18 +114,22 @@ class Prepared:
                 zip(names, self.groups[: len(names)], parts[: len(names)], strict=True)
             )
         ]
-        validation, test = (
+        validation, test, *unseen = (
             held_out(*group, part)
             for group, part in zip(self.groups[len(names) :], parts[len(names) :], strict=True)
         )
-        labels = [[e.task for e in examples] for examples, _ in self.groups[: len(names)]]
+        rows = [examples for examples, _ in self.groups[: len(names)]]
         processes = world()
         engine = (
             InProcessEngine(self.backbone, clients, self.config, console)
             if processes is None
             else ShardedEngine(self.backbone, clients, self.config, console, processes)
         )
-        return Workspace(self.config, self.data, self.backbone, engine, validation, test, labels)
+        return Workspace(
+            self.config, self.data, self.backbone, engine, validation, test,
+            unseen[0] if unseen else None,
+            [[e.task for e in own] for own in rows], [[e.kind for e in own] for own in rows],
+        )  # fmt: skip
 
 
 class Kept:
@@ -146,11 +162,14 @@ def _prepare(config: Config, console: Console, kept: Kept) -> Prepared:
     backbone = kept.backbone[1]
     if backbone.note:
         console.say(f"note: {backbone.name}: {backbone.note}.")
-    groups = [
-        encode(backbone, rows, config.data.long_answers, console)
-        for rows in [*data.clients.values(), data.validation, data.test]
+    held = [
+        ("validation", data.validation),
+        ("test", data.test),
+        *([("unseen", data.unseen)] if data.unseen else []),
     ]
-    for name, (rows, _) in zip([*data.clients, "validation", "test"], groups, strict=True):
+    parts = [*data.clients.items(), *held]
+    groups = [encode(backbone, rows, config.data.long_answers, console) for _, rows in parts]
+    for (name, _), (rows, _) in zip(parts, groups, strict=True):
         if not rows:
             raise UserError(
                 f"{name!r} is empty after rows with too long answers were dropped; raise backbone.max_length."
@@ -168,6 +187,7 @@ def held_out(examples: list[Example], encoded: list[Encoded], features: torch.Te
         encoded,
         features,
         [e.task for e in examples],
+        [e.kind for e in examples],
         [e.response for e in examples],
         [e.origin for e in examples],
     )

@@ -150,13 +150,13 @@ class Site:
         backbone, method = self.models.get(self.source.backbone(config.backbone)), self.build_method(config)
         labels = self.source.labels(config) if method.uses_labels else None
         if method.uses_labels and labels is None:
-            raise UserError(f"{config.method} is told every task label: it runs in simulations only.")
+            raise UserError(f"{config.method} is told every example's kind: it runs in simulations only.")
         parts = []
         for rows in self.source.rows(config, index):
             kept, encoded = encode(backbone, rows, config.data.long_answers, self.console)
             if labels:
-                tasks = torch.tensor([labels.index(row.task) for row in kept], dtype=torch.long)
-                features = torch.nn.functional.one_hot(tasks, len(labels)).float()
+                kinds = torch.tensor([labels.index(row.kind) for row in kept], dtype=torch.long)
+                features = torch.nn.functional.one_hot(kinds, len(labels)).float()
             else:
                 features = cached_features(backbone, [e.prompt for e in encoded], self.console)
             parts.append(ClientData(self.source.name, encoded, features))

@@ -28,7 +28,7 @@ class Source(Protocol):
         """Training and validation rows of client ``index``."""
 
     def labels(self, config: Config) -> list[str] | None:
-        """The names of all tasks, for upper bounds that are told them; None: a real site knows no such list."""
+        """The names of all kinds, for upper bounds that are told them; None: a real site knows no such list."""
 
 
 class OwnFiles:
@@ -72,7 +72,7 @@ class Share:
         return self.data.clients[self.name], self.data.validation[self.index :: len(self.data.clients)]
 
     def labels(self, config: Config) -> list[str] | None:
-        return list(self.data.tasks)
+        return self.data.kinds()
 
 
 def _existing(name: str, key: str) -> Path:
