@@ -137,7 +137,17 @@ class ValidationEvent(ValidationFigures):
     round: int
 
 
-Event = RoundEvent | ValidationEvent
+class SetbackEvent(TypedDict):
+    """No better loss for ``training.patience`` rounds: back to the best state, or the end."""
+
+    event: Literal["setback"]
+    round: int  # after which that was noticed
+    best_round: int
+    pace: float  # share of the learning rates from here on
+    ended: bool
+
+
+Event = RoundEvent | ValidationEvent | SetbackEvent
 
 # -------------------------------------------------------------------------------------- progress.json
 
@@ -251,6 +261,7 @@ class Summary(TypedDict):
     parameters: Parameters
     trained_parameters: int
     rounds: int
+    ended_early: NotRequired[bool]  # True where training.patience ran out for good
     communication: Communication
     validation: Chosen
     audit: Audit | None

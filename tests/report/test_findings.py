@@ -99,6 +99,10 @@ CASES = {  # finding -> (fires, keeps quiet)
         {"summary": outcome(routing={"a": [0.9, 0.1], "b": [0.8, 0.2]}), "discovery": discovery(2)},
         {"summary": outcome(routing={"a": [1.0], "b": [1.0]}), "discovery": discovery(1)},
     ),
+    "went_back": (
+        {"events": [{"event": "setback", "round": 5, "best_round": 3, "pace": 0.5, "ended": False}]},
+        {"events": validations(1.0)},
+    ),
     "scattered_kinds": (
         {"summary": outcome(decided={"sums": 0.97, "copies": 0.6})},
         {"summary": outcome(decided={"sums": 0.97, "copies": 0.95})},

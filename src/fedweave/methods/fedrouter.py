@@ -21,7 +21,7 @@ from fedweave.federation.compute import Compute
 from fedweave.federation.engines.base import Engine
 from fedweave.federation.message import Facts, Message
 from fedweave.federation.method import Payload, Sizes
-from fedweave.federation.state import ServerState
+from fedweave.federation.state import Broadcast, ServerState
 from fedweave.federation.steps import Answer, Asked, Part
 from fedweave.methods.fedweave import FedWeave
 from fedweave.methods.preparation import discover_units, mixture_payload, preparation_bytes
@@ -107,7 +107,7 @@ class FedRouter(FedWeave):
         )
         return replace(super().lane(client, state, t), schedule=schedule)
 
-    def local_updates(self, compute: Compute, state: RoutedExperts, clients: Sequence[Client], t: int) -> Iterator:
+    def local_updates(self, compute: Compute, state: Broadcast, clients: Sequence[Client], t: int) -> Iterator:
         for client, update in zip(clients, super().local_updates(compute, state, clients, t), strict=True):
             c = t % len(client.buckets)
             counts = torch.zeros(state.layout.experts)

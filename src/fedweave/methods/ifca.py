@@ -19,7 +19,7 @@ from fedweave.federation.client import Client
 from fedweave.federation.compute import Compute
 from fedweave.federation.engines.base import Engine
 from fedweave.federation.method import Payload, Sizes
-from fedweave.federation.state import ServerState
+from fedweave.federation.state import Broadcast, ServerState
 from fedweave.federation.train import Update
 from fedweave.methods.single import SingleAdapter
 from fedweave.router.mlp import RouterLayout
@@ -47,7 +47,7 @@ class IFCA(SingleAdapter):
         return ServerState(layout, router, theta.to(engine.device), phi.to(engine.device), report=report)
 
     def local_updates(
-        self, compute: Compute, state: RoutedExperts, clients: Sequence[Client], t: int
+        self, compute: Compute, state: Broadcast, clients: Sequence[Client], t: int
     ) -> Iterator[Update]:
         for client in clients:
             client.assignment = [self.choice(compute, state, client, t)]

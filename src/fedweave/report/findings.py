@@ -188,10 +188,28 @@ def still_improving(run: RunRecord) -> Finding | None:
     )
 
 
+def went_back(run: RunRecord) -> Finding | None:
+    """The run noticed that it got no better (training.patience)."""
+    if not run.setbacks:
+        return None
+    last = run.setbacks[-1]
+    listed = ", ".join(
+        f"after round {e['round']} to round {e['best_round']}" for e in run.setbacks if not e["ended"]
+    )
+    end = f" It ended early, after round {last['round']}." if last["ended"] else ""
+    return Finding(
+        "note",
+        "The run went back to its best state",
+        f"The validation loss did not fall for {run.config.training.patience} rounds. The run went back {listed}, "
+        f"each time on at half of its rates, {last['pace']:g} of them by now.{end} A lower training.lr may do "
+        "better.",
+    )
+
+
 def overfitting(run: RunRecord) -> Finding | None:
     """Validation loss well above its best by the end."""
     losses = [event["loss"] for event in run.validations]
-    if len(losses) < 3 or losses[-1] < 1.02 * min(losses):
+    if run.setbacks or len(losses) < 3 or losses[-1] < 1.02 * min(losses):
         return None
     best = run.validations[losses.index(min(losses))]["round"]
     return Finding(
@@ -291,7 +309,7 @@ def small_test(run: RunRecord) -> Finding | None:
 FINDINGS: tuple[Callable[[RunRecord], Finding | None], ...] = (
     starving_expert, unused_expert, low_purity, client_that_hurts, refused_answers, experts_at_the_edge,
     buckets_at_the_edge, faint_alignment, one_expert, undecided_router, sparse_costs, worse_than_untouched,
-    overfitting, still_improving, experts_per_task, scattered_kinds, small_test,
+    went_back, overfitting, still_improving, experts_per_task, scattered_kinds, small_test,
 )  # fmt: skip
 
 

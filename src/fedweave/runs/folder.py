@@ -60,6 +60,8 @@ class Progress:
     best_round: int
     best_loss: float
     seconds: float  # spent so far, over all sessions
+    since: int = 0  # the round from which patience counts
+    setbacks: int = 0  # how often patience has run out since the best round
 
 
 class RunFolder:
@@ -139,6 +141,9 @@ class RunFolder:
             "best_round": progress.best_round,
             "best_loss": progress.best_loss,
             "seconds": progress.seconds,
+            "since": progress.since,
+            "setbacks": progress.setbacks,
+            "pace": state.pace,
             "rank": state.layout.rank,
             "experts": state.layout.experts,
             "shared": state.layout.shared,
@@ -175,11 +180,7 @@ class RunFolder:
         meta = snapshot.meta
         _truncate(self.metrics, meta["metrics_bytes"])
         context.engine.restore(meta["clients"], snapshot.tensors)
-        state = snapshot.state(context.engine.layers, context.backbone.device)
-        best = snapshot.best(context.engine.layers, context.backbone.device)
-        if meta["best_round"] == meta["completed"]:
-            best = state
-        return Progress(state, meta["completed"], best, meta["best_round"], meta["best_loss"], meta["seconds"])
+        return snapshot.progress(context.engine.layers, context.backbone.device)
 
 
 @dataclass
@@ -212,10 +213,20 @@ class Snapshot:
             theta=on_device["theta"],
             phi=on_device.get("phi"),
             shares=meta["shares"],
+            pace=meta.get("pace", 1.0),
             private=on_device.get("private"),
             signatures=on_device.get("signatures"),
             norms=meta["norms"],
             report=meta["report"],
+        )
+
+    def progress(self, layers: Mapping[str, Shaped], device: torch.device) -> Progress:
+        """Where the run stood."""
+        meta, state = self.meta, self.state(layers, device)
+        best = state if meta["best_round"] == meta["completed"] else self.best(layers, device)
+        since, setbacks = meta.get("since", meta["best_round"]), meta.get("setbacks", 0)
+        return Progress(
+            state, meta["completed"], best, meta["best_round"], meta["best_loss"], meta["seconds"], since, setbacks
         )
 
     def best(self, layers: Mapping[str, Shaped], device: torch.device) -> ServerState:

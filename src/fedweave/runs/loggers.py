@@ -197,6 +197,8 @@ def scalars(event: Event) -> dict[str, float]:
         if len(event["client_losses"]) <= _MANY_CLIENTS:
             out |= {f"client/{name}/loss": loss for name, loss in event["client_losses"].items()}
             out |= {f"client/{name}/agreement": c for name, c in event["agreement"].items() if c is not None}
+    elif event["event"] == "setback":
+        out["train/pace"] = event["pace"]
     else:
         out["validation/loss"] = event["loss"]
         out |= {} if event["router_entropy"] is None else {"router/entropy": event["router_entropy"]}

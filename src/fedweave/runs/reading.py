@@ -27,6 +27,7 @@ from fedweave.schema import (
     Manifest,
     PromptMap,
     RoundEvent,
+    SetbackEvent,
     Summary,
     Tested,
     ValidationEvent,
@@ -83,6 +84,10 @@ class RunRecord:
     def validations(self) -> list[ValidationEvent]:
         """Those that measured something: sites may all be silent."""
         return [e for e in self.events if e["event"] == "validation" and e.get("sites") != {}]
+
+    @cached_property
+    def setbacks(self) -> list[SetbackEvent]:
+        return [e for e in self.events if e["event"] == "setback"]
 
     @property
     def best_validation(self) -> ValidationEvent | None:

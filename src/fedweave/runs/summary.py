@@ -27,6 +27,7 @@ from fedweave.files import write_atomic
 from fedweave.inference.model import FedWeaveModel
 from fedweave.methods import build_method, method_class
 from fedweave.router.mlp import RouterLayout
+from fedweave.runs.course import ended
 from fedweave.runs.folder import Progress, RunFolder
 from fedweave.runs.testing import evaluate_models, routed_models
 from fedweave.runs.workspace import TestSet
@@ -92,6 +93,8 @@ def summarise(
     }
     if tester and tester.unseen:
         summary["unseen_tasks"] = {name: task.title for name, task in tester.unseen_tasks.items()}
+    if ended(progress):
+        summary["ended_early"] = True
     if "kind_audit" in discovery:
         summary["kind_audit"] = discovery["kind_audit"]
     return summary
@@ -140,7 +143,7 @@ def _test(run: RunFolder, tester: Tester, progress: Progress, console: Console) 
             tester.config, tester.unseen_tasks, models, tester.unseen, console, predictions
         )
         test["unseen"]["round"] = progress.best_round
-    if progress.best_round == progress.completed:
+    if all(torch.equal(own, progress.best.tensors()[name]) for name, own in progress.state.tensors().items()):
         test["last"] = test["best"]
     elif tester.config.evaluation.last:
         test["last"] = _evaluate(tester, progress.state, console)

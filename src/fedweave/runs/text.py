@@ -14,11 +14,12 @@ DECIDED = 0.95  # of a kind's prompts to one expert: its routing is decided
 def summary_text(summary: Summary) -> str:
     """A summary as text."""
     tested, chosen = summary["test"], summary["validation"]
+    early = " (it ended early)" if summary.get("ended_early") else ""
     parts = [
         "",
         f"{summary['method']} · {summary['backbone']['model']} · {summary['clients']} clients · "
         f"{summary['examples']} examples · {summary['buckets']} buckets → {summary['experts']} experts · "
-        f"best of {summary['rounds']} rounds: {chosen['best_round']}",
+        f"best of {summary['rounds']} rounds{early}: {chosen['best_round']}",
         "",
     ]
     if "best" in tested:

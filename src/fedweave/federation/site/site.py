@@ -165,7 +165,9 @@ class Site:
         client = Client(index, parts[0], held=parts[1])
         if (folder := self._folder(federation)) is not None and (folder / _MEMORY).is_dir():
             tensors, meta = load_checkpoint(folder / _MEMORY)
-            client.memory.load({name: t.to(backbone.device) for name, t in tensors.items()}, meta["t"])
+            client.memory.load(
+                {name: t.to(backbone.device) for name, t in tensors.items()}, meta["t"], meta.get("pace")
+            )
         return Session((config, index, federation), method, SiteEngine(backbone, [client], config, self.console))
 
     def _align(self, session: Session, question: Message) -> None:
@@ -184,7 +186,7 @@ class Site:
         memory, folder = session.client.memory, self._folder(session.key[2])
         if folder is not None and memory.after:
             folder.mkdir(parents=True, exist_ok=True)
-            save_checkpoint(folder, _MEMORY, memory.tensors(), {"t": memory.round})
+            save_checkpoint(folder, _MEMORY, memory.tensors(), {"t": memory.round, "pace": memory.pace})
 
     def _folder(self, federation: str) -> Path | None:
         if self.source.state is None:
