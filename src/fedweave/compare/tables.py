@@ -5,7 +5,7 @@ from __future__ import annotations
 import csv
 import io
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -165,33 +165,53 @@ def _figures(summary: Summary) -> dict[str, float]:
     return figures
 
 
-def choose_best(finished: Finished, key: str) -> tuple[list[tuple[Cell, Summary]], list[str]]:
-    """Give every row its best value of ``key``, by mean validation loss over seeds; test data plays no part."""
-    losses: dict[Row, dict[str, dict[int, float]]] = defaultdict(lambda: defaultdict(dict))  # by value and seed
+def choose_best(
+    finished: Finished, key: str, over: str | None = None
+) -> tuple[list[tuple[Cell, Summary]], list[str]]:
+    """Give every row its best value of ``key``, by mean validation loss over seeds; test data plays no part. With
+    ``over`` it is one value for all values of that axis, data sets say, by the geometric mean: a set whose losses
+    are large counts no more than others."""
+    losses: dict[Row, dict[str, dict[Row, float]]] = defaultdict(
+        lambda: defaultdict(dict)
+    )  # by value, seed and set
 
     def row_of(cell: Cell) -> Row:
-        return tuple(str(v) for k, v in cell.values.items() if k not in ("seed", key))
+        return tuple(str(v) for k, v in cell.values.items() if k not in ("seed", key, over))
 
     for cell, summary in finished:
-        losses[row_of(cell)][str(cell.values[key])][summary["seed"]] = summary["validation"]["best_loss"]
+        measured = summary["validation"]["best_loss"]
+        place = (str(summary["seed"]), str(cell.values.get(over or "")))
+        losses[row_of(cell)][str(cell.values[key])][place] = float(np.log(measured)) if over else measured
     means = {
         row: {v: _mean_of_common(x, list(tried.values())) for v, x in tried.items()}
         for row, tried in losses.items()
     }
     best = {row: min(tried, key=lambda v: tried[v]) for row, tried in means.items()}
+    if over:
+        means = {row: {v: float(np.exp(mean)) for v, mean in tried.items()} for row, tried in means.items()}
     lines = [
         f"{', '.join(row) or 'all'}: "
         + ", ".join(f"{key}={v} → {mean:.4f}{' (chosen)' if v == best[row] else ''}" for v, mean in tried.items())
+        + ("; at the edge of what was tried" if _at_the_edge(best[row], tried) else "")
         for row, tried in means.items()
     ]
     return [(c, s) for c, s in finished if str(c.values[key]) == best[row_of(c)]], lines
 
 
-def _mean_of_common(own: dict[int, float], all_of_them: Sequence[dict[int, float]]) -> float:
-    """Mean over the seeds that all have, or over its own where they share none."""
+def _mean_of_common(own: dict[Row, float], all_of_them: Sequence[dict[Row, float]]) -> float:
+    """Mean over the places (seed and set) that all have, or over its own where they share none."""
     return float(
-        np.mean([x for seed, x in own.items() if all(seed in o for o in all_of_them)] or list(own.values()))
+        np.mean([x for place, x in own.items() if all(place in o for o in all_of_them)] or list(own.values()))
     )
+
+
+def _at_the_edge(best: str, tried: Iterable[str]) -> bool:
+    """Whether a number is the lowest or the highest of those tried: the true best may lie beyond."""
+    try:
+        values = [float(value) for value in tried]
+    except ValueError:
+        return False
+    return len(values) > 1 and float(best) in (min(values), max(values))
 
 
 def markdown(results: Results) -> str:
