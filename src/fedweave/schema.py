@@ -205,7 +205,7 @@ class Tested(TypedDict):
     loss: dict[str, ByTask]  # by routing
     routing: dict[str, list[float]]  # task -> mean router weight of every expert
     top1: dict[str, list[float]]  # task -> share of prompts that each expert answers
-    decided: NotRequired[dict[str, float]]  # several experts: kind -> share of prompts that one of them answers
+    decided: NotRequired[dict[str, float]]  # kind -> share of prompts that one of several experts answers
     score: NotRequired[ByTask]
     routings: NotRequired[dict[str, RoutingCost]]
     round: NotRequired[int]

@@ -16,6 +16,7 @@ from fedweave.config import Config
 from fedweave.errors import UserError
 from fedweave.files import write_atomic
 from fedweave.runs.reading import read_json
+from fedweave.runs.text import FEW_TASKS
 from fedweave.schema import Summary
 from fedweave.settings import flatten, to_tree
 
@@ -80,7 +81,7 @@ def recorded(cell: Cell, summary: Summary) -> dict[str, Any]:
     for name in ("kind_audit", "ended_early"):
         measured |= {name: summary[name]} if name in summary else {}
     measured |= {
-        "test": summary["test"],
+        "test": {name: _short(tested) for name, tested in summary["test"].items()},
         "seconds": timing["total_s"] if timing else None,
         "phases_s": timing["phases_s"] if timing else {},
     }
@@ -91,6 +92,12 @@ def _settings(config: Config) -> dict[str, object]:
     """All keys that differ from their defaults, but for folders."""
     defaults = flatten(to_tree(Config()))
     return {k: v for k, v in flatten(to_tree(config)).items() if v != defaults[k] and k not in _PLACES}
+
+
+def _short(tested: Any) -> dict[str, Any]:
+    """A test without its routing by task, where tasks are many: ``decided`` has it by kind."""
+    many = len(tested.get("routing", {})) > FEW_TASKS
+    return {name: value for name, value in tested.items() if not (many and name in ("routing", "top1"))}
 
 
 def _rounded(tree: Any) -> Any:

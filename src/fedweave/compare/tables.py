@@ -13,13 +13,13 @@ from scipy.stats import ttest_rel
 
 from fedweave.compare.grid import Cell
 from fedweave.methods import METHODS, method_class
+from fedweave.runs.text import FEW_TASKS
 from fedweave.schema import Summary
 
 Row = tuple[str, ...]  # the values of all axes but the seed
 Finished = Sequence[tuple[Cell, Summary]]
 # of buckets (local) and experts (global) with tasks, and with kinds where several tasks are one; of prompts
 _AGREEMENT = ("purity", "nmi", "ari", "kind-", "decided")
-_FEW = 12  # a table has a column for each of so many tasks; of more, results.csv alone has them
 
 
 @dataclass
@@ -85,8 +85,8 @@ class Results:
 
     @property
     def shown(self) -> list[str]:
-        """The columns of a table; of many tasks it has the mean alone."""
-        return [c for c in self.columns if len(self.titles) <= _FEW or c.partition(" ")[2] not in self.titles]
+        """The columns of a table; of many tasks it has the mean alone, and results.csv all."""
+        return [c for c in self.columns if len(self.titles) <= FEW_TASKS or c.partition(" ")[2] not in self.titles]
 
     @property
     def common(self) -> list[int]:

@@ -19,7 +19,7 @@ from fedweave.report.findings import Finding, by_level, findings
 from fedweave.report.groups import Group
 from fedweave.report.style import Picture
 from fedweave.runs.reading import RunRecord, read_json
-from fedweave.runs.text import AUDIT, audit_rows
+from fedweave.runs.text import AUDIT, FEW_TASKS, audit_rows
 from fedweave.schema import Tested
 
 
@@ -158,7 +158,8 @@ def _site_table(lead: RunRecord) -> list[Table]:
 
 def _group_table(groups: Sequence[Group], kind: str, unseen: bool = False) -> Table:
     """Several experiments: a row for each, the best macro figure in bold."""
-    tasks = {"macro": "macro", **({} if unseen else groups[0].first.tasks)}
+    own = {} if unseen or len(groups[0].first.tasks) > FEW_TASKS else groups[0].first.tasks
+    tasks = {"macro": "macro", **own}
     rows = [
         [g.label, str(len(g.finished())), *(_figure(g.test(kind, task, unseen)) for task in tasks)] for g in groups
     ]  # fmt: skip

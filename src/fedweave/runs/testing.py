@@ -79,7 +79,7 @@ def _evaluate_model(
         "routing": routing_table(weights, held.labels),
         "top1": routing_table(sparsify(weights, "sparse"), held.labels),
     }
-    if several:
+    if several and len(set(held.kinds)) > 1:
         result["decided"] = decided(weights, held.kinds)
     routings = dict.fromkeys(["sparse", "soft", used] if several else ["sparse"])
     bar = console.progress("test losses", len(held.encoded) * len(routings), "examples")

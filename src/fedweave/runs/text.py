@@ -8,6 +8,7 @@ from fedweave.console import shade, table
 from fedweave.schema import Audit, ByTask, Summary, Tested
 
 AUDIT = ["purity", "NMI", "ARI"]
+FEW_TASKS = 12  # so many have a place each in tables of all of them; of more one reads means
 DECIDED = 0.95  # of a kind's prompts to one expert: its routing is decided
 
 
@@ -24,7 +25,9 @@ def summary_text(summary: Summary) -> str:
     ]
     if "best" in tested:
         bare = tested["untouched"]["loss"] if "untouched" in tested else None
-        parts += [results_table(tested["best"], summary["tasks"], bare), "", _routing(summary, tested["best"])]
+        parts.append(results_table(tested["best"], summary["tasks"], bare))
+        if len(summary["tasks"]) <= FEW_TASKS:
+            parts += ["", _routing(summary, tested["best"])]
         if "decided" in tested["best"]:
             parts += ["", f"routing decided: {decided_text(tested['best']['decided'])}"]
         if unseen := tested.get("unseen"):
