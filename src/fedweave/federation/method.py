@@ -135,6 +135,15 @@ class Method(ABC):
         heard = [labels[pool] for pool, steps in zip(pools, budget, strict=True) if steps]
         return torch.bincount(torch.cat(heard), minlength=state.layout.experts).float()
 
+    def claims(self, member: Member, experts: int) -> list[int]:
+        """[M] the most examples with which a client may speak for each expert: what its buckets have, as it said
+        before alignment."""
+        most = [0] * experts
+        for size, m in zip(member.sizes, member.assignment, strict=True):
+            if m >= 0:
+                most[m] += size
+        return most
+
     def pace(self, t: int) -> float:
         """Round t's share of the learning rates."""
         return pace(self.config.training.schedule, t, self.config.training.rounds)

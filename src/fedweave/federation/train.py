@@ -105,6 +105,9 @@ class Train(Step[Update]):
             raise Refused("it has examples for no expert")
         if max(counts) > samples:
             raise Refused(f"it claims more of its {samples} examples for an expert than it has")
+        for m, (count, most) in enumerate(zip(counts, self.method.claims(asked.member, len(counts)), strict=True)):
+            if count > most:
+                raise Refused(f"it claims {count:g} examples for expert {m}, where its buckets have {most}")
         state = received(asked.question, asked.layers, asked.question.tensors["theta"].device)
         columns = self.columns(state.layout, state.theta.device, asked.question.facts["t"])
         parts = {name: Part((len(columns[name]),), rounded=True, limit=EXPERTS) for name in _sent(columns, counts)}

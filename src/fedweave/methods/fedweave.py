@@ -15,7 +15,7 @@ import torch.nn.functional as F
 
 from fedweave.config import Config
 from fedweave.errors import UserError
-from fedweave.federation.client import Client
+from fedweave.federation.client import Client, Member
 from fedweave.federation.compute import Compute
 from fedweave.federation.method import Payload, Sizes, Units
 from fedweave.federation.train import Update
@@ -47,6 +47,10 @@ class FedWeave(Aligned):
         if self.relabel is None or state.router is None or state.phi is None:
             return super().labels(client, state)
         return picked(state.router, state.phi[0], client.data.features)
+
+    def claims(self, member: Member, experts: int) -> list[int]:
+        """Where the router labels single examples, any of them may be any expert's."""
+        return super().claims(member, experts) if self.relabel is None else [len(member)] * experts
 
     def pools(self, client: Client, state: RoutedExperts) -> list[np.ndarray]:
         everything = np.sort(np.concatenate(client.buckets))
@@ -83,6 +87,9 @@ class WithoutPrototypeExpert(FedWeave):
 
     def counts(self, client: Client, state: RoutedExperts) -> torch.Tensor:
         return torch.full((state.layout.experts,), float(len(client)))
+
+    def claims(self, member: Member, experts: int) -> list[int]:
+        return [len(member)] * experts
 
     @classmethod
     def payload(cls, sizes: Sizes) -> Payload:

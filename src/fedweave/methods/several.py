@@ -90,6 +90,9 @@ class IFCA(SingleAdapter):
     trains_router = False
     continues = False
 
+    def claims(self, member: Member, experts: int) -> list[int]:
+        return [len(member)] * experts  # it chooses anew in every round
+
     def prepare(self, engine: Engine, start: RoutedExperts | None = None) -> ServerState:
         state, experts = super().prepare(engine), self.config.alignment.max_experts
         layout = engine.layout(self.config.experts.single_rank, experts)

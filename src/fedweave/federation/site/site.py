@@ -23,14 +23,15 @@ from fedweave.console import Console
 from fedweave.data import load_data
 from fedweave.data.examples import Example
 from fedweave.data.own import hold_out, read_examples
-from fedweave.errors import UserError, first_line
+from fedweave.errors import UserError
 from fedweave.federation.checkpoint import load_checkpoint, save_checkpoint
 from fedweave.federation.client import Client
 from fedweave.federation.engines.in_process import InProcessEngine
 from fedweave.federation.hello import Hello
 from fedweave.federation.message import Message
 from fedweave.federation.method import Method
-from fedweave.federation.site.settings import SiteConfig, own_files
+from fedweave.federation.site.floors import Declined, check_model, check_question, check_reply
+from fedweave.federation.site.settings import Floors, SiteConfig, own_files
 from fedweave.federation.steps import Asked
 from fedweave.json_files import Damaged
 from fedweave.settings import read_yaml
@@ -45,7 +46,7 @@ class OwnFiles:
     """A real site."""
 
     def __init__(self, site: SiteConfig):
-        self.site, self.name = site, site.name
+        self.site, self.name, self.floors = site, site.name, site.floors
         self.state: Path | None = Path(site.state)  # where private parameters are kept; None: in memory
 
     def backbone(self, config: BackboneConfig) -> BackboneConfig:
@@ -72,6 +73,7 @@ class Share:
     """Client ``index`` of a simulation; the validation examples are dealt out, so that their mean is the same."""
 
     state: Path | None = None
+    floors = Floors(batch=1, clip=0.0)  # a simulation has nobody to protect
 
     def __init__(self, config: Config, index: int):
         self.config, self.data = config, load_data(config)
@@ -146,15 +148,18 @@ class Site:
         self.session: Session | None = None
 
     def answer(self, question: Message) -> Message:
-        """The answer, or one sentence that says why there is none."""
+        """The answer, or one sentence that says why there is none and nothing of the site."""
         try:
-            return self.hello(question) if question.facts["step"] == Hello.name else self._answer(question)
-        except UserError as error:
+            return self.reply(question)
+        except Declined as error:
             self.console.warn(str(error))
             return Message(facts={"error": str(error)})
-        except Exception as error:
-            self.console.warn(traceback.format_exc())
-            return Message(facts={"error": f"{type(error).__name__}: {first_line(error)}"})
+        except Exception as error:  # what went wrong here may quote a row or a path: it stays here
+            self.console.warn(str(error) if isinstance(error, UserError) else traceback.format_exc())
+            return Message(facts={"error": f"{type(error).__name__}; the site's own log says more"})
+
+    def reply(self, question: Message) -> Message:
+        return self.hello(question) if question.facts["step"] == Hello.name else self._answer(question)
 
     def rest(self) -> None:
         """Take the experts off a backbone that others use too."""
@@ -164,7 +169,9 @@ class Site:
     def hello(self, question: Message) -> Message:
         """Who is there, with which model. No row has been looked at yet."""
         config = read_config(question)
+        check_question(self.source.floors, config, question)
         backbone = self.models.get(self.source.backbone(config.backbone))
+        check_model(self.source.floors, backbone.fingerprint)
         layers = backbone.linear_layers(config.experts.target_modules)
         labels = self.source.labels(config) if self.build_method(config).uses_labels else None
         return Message(facts={
@@ -176,10 +183,12 @@ class Site:
         })  # fmt: skip
 
     def _answer(self, question: Message) -> Message:
-        session = self._session(question)
+        session, floors = self._session(question), self.source.floors
+        check_question(floors, session.key[0], question)
+        check_model(floors, session.engine.backbone.fingerprint)
         step = next((s for s in session.method.steps() if s.name == question.facts["step"]), None)
         if step is None:
-            raise UserError("it does not know this question; is its fedweave of another version?")
+            raise Declined("it does not know this question; is its fedweave of another version?")
         if question.facts["assignment"]:
             self._align(session, question)
         engine = session.engine
@@ -187,6 +196,7 @@ class Site:
         ((_, message),) = engine.answers(step, asked, question)
         if not question.facts["assignment"]:
             session.buckets = session.client.buckets
+        check_reply(floors, message)
         self._remember(session)
         return message
 
@@ -235,7 +245,7 @@ class Site:
             session.method.form_buckets(session.engine.compute, [session.client])
             session.buckets = session.client.buckets
         if [len(bucket) for bucket in session.buckets] != list(question.facts["sizes"]):
-            raise UserError("its data has changed since this federation was aligned; restore it, or start anew.")
+            raise Declined("its data has changed since this federation was aligned; restore it, or start anew.")
         assignment = question.facts["assignment"]
         pairs = [(b, m) for b, m in zip(session.buckets, assignment, strict=True) if m >= 0]
         session.client.buckets, session.client.assignment = [b for b, _ in pairs], [m for _, m in pairs]
