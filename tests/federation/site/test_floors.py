@@ -22,10 +22,10 @@ def question(config, step: str = "train", t: int = 0) -> Message:
 @pytest.mark.parametrize(
     ("floors", "settings", "step", "words"),
     [
-        (Floors(batch=4), {"training": {"batch_size": 3}}, "train", "asks for 3, where this site's floors.batch is 4"),
+        (Floors(batch=4), {"training": {"batch_size": 3}}, "train", "asks for 3, where this site's floors.batch"),
         (Floors(batch=4), {"discovery": {"warmup_batch": 1}}, "discover", "floors.batch is 4"),
         (Floors(steps=5), {"training": {"local_steps": 1}}, "train", "floors.steps is 5"),
-        (Floors(clip=0.1), {"training": {"clip": 1e-9}}, "train", "asks for 1e-09, where this site's floors.clip is 0.1"),
+        (Floors(clip=0.1), {"training": {"clip": 1e-9}}, "train", "asks for 1e-09, where this site's floors.clip"),
         (Floors(questions=("hello", "train")), {}, "moments", "does not answer 'moments'"),
         (Floors(rounds=1), {}, "train", "1 rounds at most"),
     ],
