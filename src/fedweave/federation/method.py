@@ -22,7 +22,7 @@ from fedweave.experts.layout import AdapterLayout
 from fedweave.federation.client import Client, Member
 from fedweave.federation.compute import Compute
 from fedweave.federation.evaluate import Evaluate
-from fedweave.federation.state import ServerState
+from fedweave.federation.state import Broadcast, ServerState
 from fedweave.federation.steps import Step
 from fedweave.federation.train import Train, Update
 from fedweave.router.mlp import RouterLayout
@@ -144,17 +144,18 @@ class Method(ABC):
                 most[m] += size
         return most
 
-    def pace(self, t: int) -> float:
+    def pace(self, state: Broadcast, t: int) -> float:
         """Round t's share of the learning rates."""
-        return pace(self.config.training.schedule, t, self.config.training.rounds)
+        return state.pace * pace(self.config.training.schedule, t, self.config.training.rounds)
 
     def local_updates(
-        self, compute: Compute, state: RoutedExperts, clients: Sequence[Client], t: int
+        self, compute: Compute, state: Broadcast, clients: Sequence[Client], t: int
     ) -> Iterator[Update]:
         """Lines 9 to 13: every client trains from the broadcast state; updates come one by one."""
         lanes = [self.lane(client, state, t) for client in clients]
         router = state.router if self.trains_router else None
-        results = compute.train(state.layout, router, lanes, f"round {t + 1}", transient=True, pace=self.pace(t))
+        pace = self.pace(state, t)
+        results = compute.train(state.layout, router, lanes, f"round {t + 1}", transient=True, pace=pace)
         for client, result in zip(clients, results, strict=True):
             yield Update(client.index, counts=self.counts(client, state), samples=len(client), **vars(result))
 

@@ -59,7 +59,7 @@ class Train(Step[Update]):
     def answer(self, compute: Compute, clients: Sequence[Client], question: Message) -> Iterator[Answer]:
         state, t = received(question, compute.layers, compute.device), question.facts["t"]
         for client in clients:
-            client.memory.begin(t)
+            client.memory.begin(t, state.pace)
         shared = self.method.shared(state.layout, t)
         updates = self.method.local_updates(compute, state, clients, t)
         for client, update in zip(clients, updates, strict=True):

@@ -18,6 +18,7 @@ from fedweave.errors import UserError
 from fedweave.federation.client import Client, Member
 from fedweave.federation.compute import Compute
 from fedweave.federation.method import Payload, Sizes, Units
+from fedweave.federation.state import Broadcast
 from fedweave.federation.train import Update
 from fedweave.methods.familiar import Familiarity
 from fedweave.methods.preparation import Aligned, mixture_payload
@@ -110,7 +111,7 @@ class WithoutClientRouter(FedWeave):
             raise UserError(f"method={config.method} trains its router; set router.training=soft.")
 
     def local_updates(
-        self, compute: Compute, state: RoutedExperts, clients: Sequence[Client], t: int
+        self, compute: Compute, state: Broadcast, clients: Sequence[Client], t: int
     ) -> Iterator[Update]:
         trained = list(super().local_updates(compute, state, clients, t))
         budgets = [allot_steps(client.sizes, self.config.training.local_steps) for client in clients]
@@ -118,7 +119,7 @@ class WithoutClientRouter(FedWeave):
         lanes = [self._reset_lane(clients[k], c, state, trained[k], t) for k, c in jobs]
         ends: list[list[tuple[int, torch.Tensor]]] = [[] for _ in clients]
         results = compute.train(
-            state.layout, state.router, lanes, f"router, round {t + 1}", transient=True, pace=self.pace(t)
+            state.layout, state.router, lanes, f"router, round {t + 1}", transient=True, pace=self.pace(state, t)
         )
         for (k, c), result in zip(jobs, results, strict=True):
             assert result.delta_phi is not None

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import time
 import uuid
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from flwr.serverapp import Grid
@@ -116,6 +116,8 @@ class ServerTest:
     test: TestSet
     tasks: dict[str, Task]
     notes: list[str]
+    unseen: TestSet | None = None
+    unseen_tasks: dict[str, Task] = field(default_factory=dict)
 
 
 def load_test(config: Config, console: Console) -> ServerTest | None:

@@ -13,6 +13,7 @@ from typing import TypedDict
 
 import numpy as np
 import torch
+from typing_extensions import NotRequired
 
 import fedweave
 from fedweave.backbone.features import cached_features
@@ -65,7 +66,7 @@ class OwnFiles:
         return hold_out(rows, ["validation"], held, config.data.holdout, key), held["validation"]
 
     def labels(self, config: Config) -> list[str] | None:
-        """The names of all tasks, for upper bounds that are told them; a real site knows no such list."""
+        """The names of all kinds, for upper bounds that are told them; a real site knows no such list."""
         return None
 
 
@@ -86,7 +87,7 @@ class Share:
         return self.data.clients[self.name], self.data.validation[self.index :: len(self.data.clients)]
 
     def labels(self, config: Config) -> list[str] | None:
-        return list(self.data.tasks)
+        return self.data.kinds()
 
 
 Source = OwnFiles | Share
@@ -103,6 +104,7 @@ class Remembered(TypedDict):
     """Beside its tensors."""
 
     t: int  # the round
+    pace: NotRequired[float | None]  # and the share of the rates at which it was trained
 
 
 class Models:
@@ -214,13 +216,13 @@ class Site:
         backbone, method = self.models.get(self.source.backbone(config.backbone)), self.build_method(config)
         labels = self.source.labels(config) if method.uses_labels else None
         if method.uses_labels and labels is None:
-            raise UserError(f"{config.method} is told every task label: it runs in simulations only.")
+            raise UserError(f"{config.method} is told every example's kind: it runs in simulations only.")
         parts = []
         for rows in self.source.rows(config, index):
             kept, encoded = backbone.prompts.encode_fitting(rows, config.data.long_answers, self.console.warn)
             if labels:
-                tasks = torch.tensor([labels.index(row.task) for row in kept], dtype=torch.long)
-                features = torch.nn.functional.one_hot(tasks, len(labels)).float()
+                kinds = torch.tensor([labels.index(row.kind) for row in kept], dtype=torch.long)
+                features = torch.nn.functional.one_hot(kinds, len(labels)).float()
             else:
                 features = cached_features(backbone, [e.prompt for e in encoded], self.console)
             parts.append(ClientData(self.source.name, encoded, features))
@@ -235,7 +237,8 @@ class Site:
                     f"what this site remembers, {folder / _MEMORY}, is damaged ({error}); restore it, or remove "
                     "the folder to go on without it."
                 ) from None
-            client.memory.load({name: t.to(backbone.device) for name, t in tensors.items()}, meta["t"])
+            remembered = {name: t.to(backbone.device) for name, t in tensors.items()}
+            client.memory.load(remembered, meta["t"], meta.get("pace"))
         engine = InProcessEngine(backbone, [client], config, self.console, travels=True)
         return Session((config, index, federation), method, engine)
 
@@ -255,7 +258,7 @@ class Site:
         memory, folder = session.client.memory, self._folder(session.key[2])
         if folder is not None and memory.after:
             folder.mkdir(parents=True, exist_ok=True)
-            save_checkpoint(folder, _MEMORY, memory.tensors(), {"t": memory.round})
+            save_checkpoint(folder, _MEMORY, memory.tensors(), {"t": memory.round, "pace": memory.pace})
 
     def _folder(self, federation: str) -> Path | None:
         if self.source.state is None:
