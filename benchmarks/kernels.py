@@ -23,7 +23,7 @@ import torch
 
 from benchmarks.workload import DROPOUT, EXPERTS, RANK, SHAPES, Shape, make_clients, schedules
 from fedweave.backbone import packing
-from fedweave.kernels import attention, power_of_two, triton_products
+from fedweave.kernels import attention, power_of_two, products
 from fedweave.kernels.dropout import DropoutKeys
 from fedweave.kernels.lanes import Lanes, Setting
 from fedweave.kernels.products import expand, outer, reduce, reduce_back
@@ -136,7 +136,7 @@ def measure(shape: str, device: torch.device, rate: float, others: bool) -> list
     found = []
     for width in (size.heads * size.head_width, size.kv_heads * size.head_width):  # q_proj and v_proj
         for kernel, what, call, moved in Step(size.width, width, lengths, device).products():
-            blocks = triton_products.BLOCKS
+            blocks = products.BLOCKS
             found += trials(f"{shape} → {width}", what, call, moved / rate, blocks, kernel, others and kernel)
     wide = max(64, power_of_two(size.head_width))
     for kernel, what, call, moved in Attending(size, [r for lane in rows for r in lane], device).products():

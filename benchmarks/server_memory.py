@@ -65,7 +65,7 @@ def server(clients: int) -> dict:
                 message = Message(tensors, {"step": step.name, "t": question.facts["t"], **identity, **figures})
                 nonlocal sent
                 sent += message.size
-                yield one.member, lambda message=message: message
+                yield one.member, message
 
         def restore(self, records, tensors) -> None: ...
 

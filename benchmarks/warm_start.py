@@ -21,8 +21,8 @@ from fedweave.aggregation.rules import ClientAverage
 from fedweave.config import WarmStartConfig, load_config
 from fedweave.console import Console, table
 from fedweave.methods import build_method
+from fedweave.methods.warm_start import LabelledFeatures, warm_start_clients
 from fedweave.router.mlp import RouterLayout
-from fedweave.router.warmstart import LabelledFeatures, warm_start_clients
 from fedweave.runs.workspace import Workspace, prepare
 
 TRIED = [

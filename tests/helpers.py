@@ -90,7 +90,11 @@ _FORKS.set_forkserver_preload([
 
 
 def read_json(path: Path) -> Any:
-    return json.loads(path.read_text(encoding="utf-8"))
+    """What a file holds, without its checksum."""
+    content = json.loads(path.read_text(encoding="utf-8"))
+    if isinstance(content, dict):
+        content.pop("checksum", None)
+    return content
 
 
 def read_jsonl(path: Path) -> list[dict]:

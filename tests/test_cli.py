@@ -140,7 +140,7 @@ def test_run_into_an_existing_folder(complains, place):
     (place / "old").mkdir()
     (place / "old" / "thesis.txt").write_text("precious")
     line = complains("run", "quickstart", NO_MODEL, "output=old")
-    assert "the run folder old exists; continue it with `fedweave resume old`" in line
+    assert "old exists and is no run folder; choose another output." in line
 
 
 @pytest.mark.parametrize(
@@ -191,21 +191,23 @@ def test_verbs_on_a_folder_that_is_no_run(complains, argv):
     assert f"{argv[1]} is no run folder: it has no config.yaml." in complains(*argv)
 
 
-@pytest.mark.parametrize("key", ["training.lr", "seed", "data.alpha", "backbone.model", "trainin.rounds"])
+@pytest.mark.parametrize("key", ["training.lr", "seed", "data.alpha", "backbone.prompt", "trainin.rounds"])
 def test_resume_with_a_fixed_key(complains, fresh_run, key):
     line = complains("resume", fresh_run, f"{key}=3")
     assert f"{key} is fixed for a run; only output, " in line and "training.rounds" in line
 
 
 def test_resume_with_a_bad_value_of_a_free_key(complains, fresh_run):
-    assert "training.rounds must be at least 0, not -1." in complains("resume", fresh_run, "training.rounds=-1")
+    assert "training.rounds must be between 0 and 1000000, not -1." in complains(
+        "resume", fresh_run, "training.rounds=-1"
+    )
 
 
 def test_resume_of_a_run_whose_data_changed(complains, fresh_run, place):
     manifest = read_json(place / fresh_run / "manifest.json")
-    manifest["test"].pop()
+    manifest["fingerprint"]["test"] = "other"
     (place / fresh_run / "manifest.json").write_text(json.dumps(manifest))
-    assert f"the data of {fresh_run} has changed since the run began" in complains("resume", fresh_run)
+    assert f"the data of {fresh_run} has changed since the run began (test); " in complains("resume", fresh_run)
 
 
 def test_resume_of_a_run_whose_config_is_damaged(complains, fresh_run, place):

@@ -119,6 +119,10 @@ def test_the_site_builds_strictly_and_explains_every_key(tmp_path):
 
     reference = (site / "config-keys.html").read_text(encoding="utf-8")
     assert [key for key, _, _ in describe(Config) if f"<code>{key}</code>" not in reference] == []
+    assert '<div class="codehilite">' in (site / "quickstart.html").read_text(encoding="utf-8")
+    assert ".codehilite" in (site / "highlight.css").read_text(encoding="utf-8"), "code has its colours"
+    texts = (site / "search" / "index.js").read_text(encoding="utf-8")
+    assert texts.startswith("window.searchTexts = [") and "Every config key" in texts, "search works from the disk"
     fetched = re.findall(r'<(?:script|link|img)[^>]+(?:src|href)="(https?://[^"]+)"', reference)
     assert fetched == [], "the site must work without a network"
 

@@ -14,9 +14,9 @@ import torch
 from fedweave.cli import main
 from fedweave.config import DiscoveryConfig
 from fedweave.discovery.clusterers import CLUSTERERS
-from fedweave.federation.checkpoint import load_checkpoint
 from fedweave.federation.site.site import Models
 from fedweave.registry import METHODS
+from fedweave.runs.folder import RunFolder
 from tests.discovery import test_clusterers
 from tests.federation.flower.conftest import Federation
 from tests.federations import changed, make_engine, run, with_method
@@ -68,7 +68,7 @@ def test_a_new_question_travels_with_every_engine(guide, config, backbone):
 
 
 def theta(folder: Path, completed: int) -> torch.Tensor:
-    return load_checkpoint(folder / "checkpoints" / f"round-{completed:04d}")[0]["theta"]
+    return RunFolder(folder).newest(completed).tensors["theta"]
 
 
 @pytest.mark.parametrize(("method", "learns"), [("only-a", False), ("by-tokens", True)])

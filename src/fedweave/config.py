@@ -22,6 +22,7 @@ from fedweave.config_method import (
     WarmStartConfig,
 )
 from fedweave.errors import UserError, nearest
+from fedweave.files import read_text
 from fedweave.rules import check_together
 from fedweave.settings import Tree, build, insert, read_yaml, read_yaml_value, setting, to_tree
 
@@ -63,7 +64,9 @@ class BackboneConfig:
     fused: bool = setting(
         True, "Run Llama, Qwen2 and Mistral models through fused operations; false runs transformers' own layers."
     )
-    max_length: int = setting(512, "Longest sequence in tokens; a longer prompt loses its beginning.", low=16)
+    max_length: int = setting(
+        512, "Longest sequence in tokens; a longer prompt loses its beginning.", low=16, high=1_000_000
+    )
 
 
 @dataclass(frozen=True)
@@ -92,7 +95,9 @@ class DataConfig:
     distinct: bool = setting(
         True, "Leave out rows of a task that repeat another one's text, so that no test row was trained on."
     )
-    clients: int = setting(20, "Number of simulated clients (all but own rows that name their client).", low=1)
+    clients: int = setting(
+        20, "Number of simulated clients (all but own rows that name their client).", low=1, high=1_000_000
+    )
     partition: Literal["dirichlet", "pure"] = setting(
         "dirichlet", "dirichlet: every client has its own mixture of kinds; pure: every client has one kind."
     )
@@ -121,9 +126,12 @@ class FederationConfig:
         "from one update is added to the client's next.",
     )
     min_answers: int = setting(
-        1, "Accepted answers that a round needs; with fewer it is repeated, then the run stops.", low=1
+        1,
+        "Accepted answers that a round needs; with fewer it is repeated, then the run stops.",
+        low=1,
+        high=1_000_000,
     )
-    repeats: int = setting(0, "How often a round with too few accepted answers is repeated.", low=0)
+    repeats: int = setting(0, "How often a round with too few accepted answers is repeated.", low=0, high=1_000_000)
     norm_limit: float | Literal["auto"] = setting(
         "auto",
         "Longest update (2-norm, experts and router each) that is believed; auto is the farthest that AdamW can "
@@ -136,11 +144,36 @@ class FederationConfig:
     long_updates: Literal["reject", "clip"] = setting(
         "reject", "What happens to a longer one: refused, or scaled down to the limit."
     )
+    rule: Literal["auto", "mean", "clip", "median", "trimmed", "krum", "agreement"] = setting(
+        "auto",
+        "How updates are averaged, each expert's and the router's: their mean (the paper), or a rule that a few "
+        "hostile clients cannot carry away (docs/trust.md); auto is clip over sites and mean elsewhere.",
+    )
+    hostile: float = setting(
+        0.3, "rule=trimmed or krum: share of the clients that may be hostile.", low=0.0, high=0.49
+    )
+    max_share: float = setting(
+        1.0, "Most that one client counts in an expert or in the router, as a share.", low=0.0, high=1.0
+    )
+    quarantine: int = setting(
+        0,
+        "A client whose updates pull against the others' (a cosine below -0.1) in so many rounds in a row is not "
+        "asked again; 0: never.",
+        low=0,
+        high=1_000_000,
+    )
     max_samples: int = setting(10_000_000, "Most examples that a client can have.", low=1)
-    sites: int = setting(0, "Deployment: how many sites must be there before alignment; later ones join.", low=0)
-    deadline: float = setting(3600.0, "Seconds that a site has for an answer; a later one does not count.", low=1.0)
+    sites: int = setting(
+        0, "Deployment: how many sites must be there before alignment; later ones join.", low=0, high=1_000_000
+    )
+    deadline: float = setting(
+        3600.0, "Seconds that a site has for an answer; a later one does not count.", low=1.0, high=1e8
+    )
     patience: float = setting(
-        3600.0, "Seconds that the server waits for enough sites before it stops; the run can be resumed.", low=0.0
+        3600.0,
+        "Seconds that the server waits for enough sites before it stops; the run can be resumed.",
+        low=0.0,
+        high=1e8,
     )
     join_distance: float | Literal["auto"] = setting(
         "auto",
@@ -157,7 +190,7 @@ class FederationConfig:
 class EvaluationConfig:
     """What is measured, and when."""
 
-    every: int = setting(1, "Validate every that many rounds (and after the last).", low=1)
+    every: int = setting(1, "Validate every that many rounds (and after the last).", low=1, high=1_000_000)
     routing: Literal["auto", "sparse", "soft", "top2", "top3", "top4"] = setting(
         "auto", "Routing of the test scores; auto is the method's own: soft for FedLEASE, else sparse."
     )
@@ -175,7 +208,7 @@ class EvaluationConfig:
     batch_size: int | Literal["auto"] = setting(
         "auto", "Prompts decoded together; auto is 400 on CUDA, 32 on a CPU."
     )
-    max_new_tokens: int = setting(64, "Longest answer for tasks that do not set their own.", low=1)
+    max_new_tokens: int = setting(64, "Longest answer for tasks that do not set their own.", low=1, high=1_000_000)
     metrics: tuple[str, ...] = setting(
         (),
         "Metrics of own data, one for all or by task, as in sum=number,mood=label (docs/own-data.md).",
@@ -188,7 +221,7 @@ class Config:
     """Everything that decides a run."""
 
     method: str = setting("fedweave", "Federated method; `fedweave list methods` names them.")
-    seed: int = setting(42, "Seed of data, partition, initialisation and training.", low=0)
+    seed: int = setting(42, "Seed of data, partition, initialisation and training.", low=0, high=2**63 - 1)
     output: str | None = setting(None, "Run folder; runs/RECIPE when empty.")
     init: str | None = setting(None, "A bundle whose experts and router the federation starts from.")
     loggers: tuple[Literal["tensorboard", "wandb", "mlflow", "trackio"], ...] = setting(
@@ -211,11 +244,7 @@ class Config:
 def load_config(recipe: str | Path, overrides: Sequence[str] = ()) -> Config:
     """Defaults, then the recipe (a name or a YAML file), then ``key.path=value`` overrides."""
     path = find_recipe(recipe)
-    try:
-        text = path.read_text(encoding="utf-8")
-    except UnicodeDecodeError:
-        raise UserError(f"{path} is not UTF-8 text; save it as UTF-8.") from None
-    tree = read_yaml(text, str(path))
+    tree = read_yaml(read_text(path), str(path))
     for key, value in split_overrides(overrides):
         insert(tree, key, value)
     return from_tree(tree)

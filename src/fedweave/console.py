@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import time
+import unicodedata
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from typing import TextIO
@@ -70,13 +71,20 @@ class Console:
 def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     """Left-aligned first column, right-aligned figures."""
     cells = [list(header), *[list(row) for row in rows]]
-    widths = [max(len(row[i]) for row in cells) for i in range(len(header))]
+    widths = [max(columns_of(row[i]) for row in cells) for i in range(len(header))]
 
     def line(row: Sequence[str]) -> str:
-        first, rest = row[0].ljust(widths[0]), [c.rjust(w) for c, w in zip(row[1:], widths[1:], strict=True)]
-        return "  " + "  ".join([first, *rest]).rstrip()
+        blanks = [" " * (width - columns_of(cell)) for cell, width in zip(row, widths, strict=True)]
+        rest = [blank + cell for cell, blank in zip(row[1:], blanks[1:], strict=True)]
+        return "  " + "  ".join([row[0] + blanks[0], *rest]).rstrip()
 
     return "\n".join([line(cells[0]), "  " + "-" * (sum(widths) + 2 * len(widths) - 2), *map(line, cells[1:])])
+
+
+def columns_of(text: str) -> int:
+    """How many columns of a terminal a text takes: two for a Chinese character, none for a combining mark."""
+    wide = sum(unicodedata.east_asian_width(character) in "WF" for character in text)
+    return len(text) + wide - sum(unicodedata.combining(character) > 0 for character in text)
 
 
 def shade(weight: float) -> str:

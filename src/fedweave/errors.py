@@ -1,7 +1,5 @@
 """The one exception that is shown to a user as a sentence instead of a traceback."""
 
-from __future__ import annotations
-
 import difflib
 from collections.abc import Iterable
 

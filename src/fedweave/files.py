@@ -3,8 +3,6 @@
 Each is written under another name, forced to the disk and renamed, so that it exists whole or not at all.
 """
 
-from __future__ import annotations
-
 import hashlib
 import os
 import shutil
@@ -16,7 +14,6 @@ from fedweave.errors import UserError
 
 
 def write_atomic(path: Path, content: str | bytes) -> None:
-    """Replace a small file in one step."""
     try:
         with atomic_file(path) as partial:
             _write(partial, content)
@@ -60,11 +57,29 @@ def atomic_folder(path: Path, replace: bool = False, shared: bool = False) -> It
         for part in (*partial.rglob("*"), partial):
             _force_to_disk(part)
         if replace and path.exists():
-            shutil.rmtree(path)
+            remove_folder(path)
         partial.rename(path)
         _force_to_disk(path.parent)
     finally:
         shutil.rmtree(partial, ignore_errors=True)
+
+
+def remove_folder(path: Path) -> None:
+    """Whole or not at all: it loses its name first."""
+    gone = path.with_name(f".{path.name}.removed")
+    shutil.rmtree(gone, ignore_errors=True)  # what a killed process left
+    path.rename(gone)
+    shutil.rmtree(gone, ignore_errors=True)
+
+
+def read_text(path: Path) -> str:
+    """A text file that a user may have written."""
+    try:
+        return path.read_text(encoding="utf-8")
+    except UnicodeDecodeError:
+        raise UserError(f"{path} is not UTF-8 text; save it as UTF-8.") from None
+    except OSError as error:
+        raise UserError(f"{path} cannot be read: {error.strerror}.") from None
 
 
 def file_sha256(path: Path) -> str:

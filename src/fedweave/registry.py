@@ -1,7 +1,5 @@
 """Federated methods by name: the module and class of each. Nothing is imported until a run needs it."""
 
-from __future__ import annotations
-
 METHODS = {
     "fedweave": "fedweave.methods.fedweave:FedWeave",
     "fedit": "fedweave.methods.single:FedIT",
@@ -9,11 +7,11 @@ METHODS = {
     "rolora": "fedweave.methods.single:RoLoRA",
     "fedsvd": "fedweave.methods.single:FedSVD",
     "fedsa-lora": "fedweave.methods.single:FedSALoRA",
-    "fedlease": "fedweave.methods.fedlease:FedLEASE",
-    "ifca": "fedweave.methods.ifca:IFCA",
-    "fedrouter": "fedweave.methods.fedrouter:FedRouter",
-    "without-prototype-expert": "fedweave.methods.ablations:WithoutPrototypeExpert",
-    "without-client-router": "fedweave.methods.ablations:WithoutClientRouter",
+    "fedlease": "fedweave.methods.several:FedLEASE",
+    "ifca": "fedweave.methods.several:IFCA",
+    "fedrouter": "fedweave.methods.several:FedRouter",
+    "without-prototype-expert": "fedweave.methods.fedweave:WithoutPrototypeExpert",
+    "without-client-router": "fedweave.methods.fedweave:WithoutClientRouter",
     "oracle": "fedweave.methods.oracle:Oracle",
     "centralised": "fedweave.methods.single:Centralised",
     "local-only": "fedweave.methods.single:LocalOnly",

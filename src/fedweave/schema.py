@@ -1,17 +1,26 @@
 """What runs, bundles and comparisons write, file by file: the types that writers and readers share. Plain JSON.
 
-config.yaml is :class:`fedweave.config.Config`, and ``checkpoints/`` is read by the run itself alone.
+config.yaml is :class:`fedweave.config.Config`; what is in ``checkpoints/`` is said in ``runs/snapshot.py``.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Literal, TypedDict
+from typing import Literal, TypedDict
 
-if TYPE_CHECKING:
-    from typing import NotRequired
+from typing_extensions import NotRequired
 
 ByTask = dict[str, float]  # task -> figure; "macro" is the unweighted mean over tasks
 ConfigTree = dict[str, object]  # a Config as nested dictionaries
+
+
+class DataFingerprint(TypedDict):
+    """Hashes of what a run trains and tests on: prompts, answers and whose they are."""
+
+    clients: str
+    validation: str
+    test: str
+    unseen: str
+    labels: str  # which only audit; upper bounds are told them
 
 
 class Manifest(TypedDict):
@@ -25,6 +34,7 @@ class Manifest(TypedDict):
     validation: NotRequired[list[str]]
     test: NotRequired[list[str]]
     unseen: NotRequired[list[str]]
+    fingerprint: NotRequired[DataFingerprint]
     unseen_tasks: NotRequired[dict[str, str]]  # task -> title
     federation: NotRequired[str]  # by which its sites know it
 
@@ -198,6 +208,13 @@ class BackboneName(TypedDict):
     fingerprint: str
 
 
+class ClientFigures(TypedDict):
+    """The test as one client sees it: on rows kept back from its own, or on its mixture of the common tasks."""
+
+    loss: float
+    score: NotRequired[float]
+
+
 class Tested(TypedDict):
     """The test of one state."""
 
@@ -208,6 +225,7 @@ class Tested(TypedDict):
     decided: NotRequired[dict[str, float]]  # kind -> share of prompts that one of several experts answers
     score: NotRequired[ByTask]
     routings: NotRequired[dict[str, RoutingCost]]
+    clients: NotRequired[dict[str, ClientFigures]]
     round: NotRequired[int]
 
 
@@ -278,10 +296,13 @@ class Prediction(TypedDict):
 
     task: str
     origin: str
-    prediction: str
+    prompt: str | list[dict[str, str]]  # a text, or a chat's messages
     reference: str
-    score: float
+    loss: float
+    expert: int  # the router's first choice
     weights: list[float]  # of the router
+    prediction: NotRequired[str]  # with its score, where answers were generated
+    score: NotRequired[float]
 
 
 # -------------------------------------------------------------------------------------- beyond one run
@@ -296,10 +317,14 @@ class ComparedCell(TypedDict):
 
 
 class RouterShape(TypedDict):
+    """A RouterLayout."""
+
     width: int
     hidden: int
     experts: int
     scale: str
+    sure: NotRequired[bool]
+    axes: NotRequired[int]
 
 
 class Description(TypedDict):
@@ -319,4 +344,4 @@ class Description(TypedDict):
     router: RouterShape | None
     shares: list[float]  # how much each router counts
     feature: str
-    files: NotRequired[dict[str, str]]  # name -> SHA-256; added when all files are there
+    files: dict[str, str]  # name -> SHA-256; empty until all files are there

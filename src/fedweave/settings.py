@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import math
+import os
 import types
 import typing
 from collections.abc import Mapping
@@ -89,6 +90,11 @@ def read_yaml_value(text: str, key: str) -> object:
         return yaml.safe_load(text)
     except (yaml.YAMLError, ValueError, RecursionError):
         raise UserError(f"the value of {key} is not valid YAML: {text!r}.") from None
+
+
+def environment_number(name: str, default: int) -> int:
+    """A whole number from the environment, where it has one."""
+    return int(_number(os.environ.get(name) or default, int, name, {"low": 0}))
 
 
 def insert(tree: Tree, key: str, value: object) -> None:
@@ -175,6 +181,8 @@ def _convert(value: object, hint: object, key: str, limits: Limits) -> object:
         return _number(value, hint, key, limits)
     if not isinstance(value, str):
         raise UserError(f"{key} must be text, not {value!r}.")
+    if "\0" in value or (not value.isascii() and value != value.encode("utf-8", "replace").decode()):
+        raise UserError(f"{key}={value!r} holds what no name and no text file can hold.")
     return value
 
 
@@ -194,7 +202,8 @@ def _number(value: object, hint: type[int] | type[float], key: str, limits: Limi
     if number is None or not math.isfinite(number) or (hint is int and number != int(number)):
         raise UserError(f"{key} must be {kind}, not {value!r}.")
     low, high = limits.get("low"), limits.get("high")
-    if (low is not None and number < low) or (high is not None and number > high):
-        between = f"at least {low:g}" if high is None else f"between {low:g} and {high:g}"
+    exact = value if isinstance(value, int) else number  # a large seed is exact
+    if (low is not None and exact < low) or (high is not None and exact > high):
+        between = f"at least {low:g}" if high is None else f"between {low:g} and {high:.16g}"
         raise UserError(f"{key} must be {between}, not {value!r}.")
-    return int(value) if hint is int and isinstance(value, int) else hint(number)  # a large seed is exact
+    return hint(exact)

@@ -3,8 +3,6 @@
 That is what makes a resumed run exact, and lockstep training independent of how clients were grouped.
 """
 
-from __future__ import annotations
-
 import hashlib
 
 

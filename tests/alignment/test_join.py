@@ -3,8 +3,7 @@
 import numpy as np
 import pytest
 
-from fedweave.alignment.align import signature_distance
-from fedweave.alignment.join import expert_distances, expert_means, joining_limit
+from fedweave.alignment.align import expert_distances, expert_means, joining_limit, signature_distance
 
 
 @pytest.fixture

@@ -53,7 +53,7 @@ def test_bundle_holds_what_it_promises(bundle, trained, says, complains):
     description = read_json(bundle / "fedweave.json")
     experts = [f"expert_{m}/{file}" for m in range(description["experts"])
                for file in ("adapter_config.json", "adapter_model.safetensors")]  # fmt: skip
-    assert set(description["files"]) == {"README.md", "router.safetensors", *experts}
+    assert set(description["files"]) == {"router.safetensors", *experts}
     assert {p.stat().st_mode & 0o777 for p in bundle.rglob("*.safetensors")} == {
         (bundle / "README.md").stat().st_mode & 0o777
     }
@@ -63,7 +63,9 @@ def test_bundle_holds_what_it_promises(bundle, trained, says, complains):
     assert "exists" in complains("export", trained, bundle)
 
 
-@pytest.mark.parametrize("name", ["router.safetensors", "expert_1/adapter_model.safetensors", "README.md"])
+@pytest.mark.parametrize(
+    "name", ["router.safetensors", "expert_1/adapter_model.safetensors", "expert_0/adapter_config.json"]
+)
 @pytest.mark.parametrize("damage", ["missing", "truncated", "tampered"])
 def test_a_damaged_bundle_is_refused_by_name(bundle, name, damage):
     path = bundle / name
@@ -74,6 +76,13 @@ def test_a_damaged_bundle_is_refused_by_name(bundle, name, damage):
         path.write_bytes(content[:-4] if damage == "truncated" else content[:-1] + bytes([content[-1] ^ 1]))
     with pytest.raises(UserError, match=name):
         load_bundle(bundle)
+
+
+def test_an_edited_card_is_the_users_own_affair(bundle):
+    (bundle / "README.md").write_text("# Our model")
+    assert load_bundle(bundle).generate(["How many?"], max_new_tokens=2)
+    (bundle / "README.md").unlink()
+    load_bundle(bundle)
 
 
 def test_another_backbone_is_refused(bundle, model_folder, tmp_path):

@@ -7,7 +7,6 @@ import pytest
 import torch
 from peft import PeftModel
 from safetensors import safe_open
-from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from fedweave.bundle.adapter import check_adapter, probe
@@ -15,6 +14,8 @@ from fedweave.bundle.card import vllm_command
 from fedweave.bundle.load import load_bundle
 from fedweave.cli import main
 from fedweave.errors import UserError
+from fedweave.federation.checkpoint import save_checkpoint
+from fedweave.runs.folder import RunFolder
 from fedweave.runs.use import export_merged, export_soft
 from tests.helpers import PROMPTS, read_json, write_jsonl
 
@@ -101,12 +102,11 @@ def test_an_adapter_that_computes_something_else_is_caught(bundle):
 
 def test_an_export_that_is_not_finite_is_refused(trained, tmp_path):
     broken = shutil.copytree(trained, tmp_path / "run")
-    newest = sorted((broken / "checkpoints").glob("round-*"))[-1] / "state.safetensors"
-    tensors = load_file(newest)
-    for name in tensors:
+    newest = RunFolder(broken).newest()
+    for name, tensor in newest.tensors.items():
         if name.endswith("theta"):
-            tensors[name][0] = float("nan")
-    save_file(tensors, newest)
+            tensor[0] = float("nan")
+    save_checkpoint(newest.path.parent, newest.path.name, newest.tensors, newest.meta)
     with pytest.raises(UserError, match="NaN"):
         export_merged(broken, tmp_path / "dense", 0)
 
@@ -126,8 +126,8 @@ def test_adapters_carry_what_vllm_asks_for(bundle, model_folder):
         assert ranks == {config["r"]}
         layers = {f"model.layers.{i}.self_attn.{p}" for i in range(2) for p in config["target_modules"]}
         assert keys == {f"base_model.model.{n}.lora_{f}.weight" for n in layers for f in "AB"}
-    assert "--max-lora-rank 8 " in vllm_command("m", 3, 4) and "--max-loras 3" in vllm_command("m", 3, 4)
-    assert "expert_2=PATH/expert_2" in vllm_command("m", 3, 4)
+    command = vllm_command("m", ["expert_0", "expert_1", "shared"], 4)
+    assert "--max-lora-rank 8 " in command and "--max-loras 3" in command and "shared=PATH/shared" in command
 
 
 def test_a_bundle_is_evaluated_on_a_file(trained, bundle, tmp_path, says, complains):

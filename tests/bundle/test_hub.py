@@ -139,7 +139,7 @@ def test_a_bundle_arrives_whole_and_answers_from_there(bundle, hub, tmp_path):
     assert "/me/model" in done.stderr.splitlines()[-1]
     assert hub.created[0]["name"] == "model" and hub.created[0]["organization"] == "me"
     listed = read_json(bundle / "fedweave.json")["files"]
-    assert set(hub.files) == {"fedweave.json", *listed}
+    assert set(hub.files) == {"fedweave.json", "README.md", *listed}
     for name, content in hub.files.items():
         assert content == (bundle / name).read_bytes(), name
     question = ["How many?", "--max-new-tokens", "6"]

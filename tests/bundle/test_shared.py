@@ -19,7 +19,8 @@ from tests.helpers import PROMPTS, SMALL
 
 SWITCHES = [
     "experts.shared_rank=8", "experts.start=zero", "experts.labels=router", "router.training=chosen",
-    "training.batches=mixed", "training.schedule=late", "training.lr=1e-2",
+    "training.batches=mixed", "training.schedule=late", "training.lr=1e-2", "training.weighting=example",
+    "router.gate=sure", "router.familiar=0.9", "experts.rest=0.2",
 ]  # fmt: skip
 
 
@@ -53,6 +54,18 @@ def test_every_expert_is_one_adapter_that_plain_peft_runs(exported, model_folder
         base = AutoModelForCausalLM.from_pretrained(model_folder("llama"), dtype=torch.float32)
         ours.backbone.model = PeftModel.from_pretrained(base, exported / f"expert_{m}").eval()
         torch.testing.assert_close(probe_of(ours), expected, atol=1e-4, rtol=1e-4)
+
+
+def test_what_experts_share_is_an_adapter_for_prompts_like_none_before(exported, model_folder):
+    ours = load_bundle(exported)
+    assert ours.experts.adapter_names[-1] == "shared" and ours.experts.router.axes
+    nobody = torch.zeros(ours.mixture.layout.experts)
+    expected = probe(ours, nobody)
+    odd = torch.randn(3, ours.backbone.width, generator=torch.Generator().manual_seed(0)) * 1e3
+    assert not ours.weights(odd).any()
+    base = AutoModelForCausalLM.from_pretrained(model_folder("llama"), dtype=torch.float32)
+    ours.backbone.model = PeftModel.from_pretrained(base, exported / "shared").eval()
+    torch.testing.assert_close(probe_of(ours), expected, atol=1e-4, rtol=1e-4)
 
 
 def test_a_bundle_is_its_run_whatever_the_routing(woven, exported):

@@ -10,8 +10,7 @@ from fedweave.config import from_tree
 from fedweave.data import load_data
 from fedweave.data.examples import Example
 from fedweave.data.partition import pure_partition
-from fedweave.data.tasks import SOURCES
-from fedweave.data.wordings import WORDINGS, Request, choose, render
+from fedweave.data.tasks import SOURCES, WORDINGS, Request, choose, render
 from fedweave.errors import UserError
 
 TASKS = [

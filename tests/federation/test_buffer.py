@@ -7,17 +7,17 @@ import sys
 
 import torch
 
-from fedweave.federation import buffer
-from fedweave.federation.buffer import VectorBuffer
+from fedweave.federation import compute
+from fedweave.federation.compute import VectorBuffer
 
 
 def test_vectors_come_back_in_order_more_than_once(monkeypatch):
-    monkeypatch.setattr(buffer, "_IN_MEMORY", 1000)
+    monkeypatch.setattr(compute, "_IN_MEMORY", 1000)
     rows = [torch.randn(100, generator=torch.Generator().manual_seed(i)) for i in range(20)]
     kept = VectorBuffer(100)
     for i, row in enumerate(rows):
         kept.append(i % 3, row)
-    assert len(kept) == 20 and kept._file._rolled, "most of it is on disk"
+    assert kept.count == 20 and kept._file._rolled, "most of it is on disk"
     for client in (2, 0, 1, 2):
         assert all(torch.equal(a, b) for a, b in zip(kept.read(client), rows[client::3], strict=True))
     assert 1 in kept and 3 not in kept
@@ -31,7 +31,7 @@ def test_a_full_disk_is_one_sentence():
         resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, 1 << 20))
 
     code = (
-        "import torch\nfrom fedweave.errors import UserError\nfrom fedweave.federation.buffer import VectorBuffer\n"
+        "import torch\nfrom fedweave.federation.compute import UserError, VectorBuffer\n"
         "kept = VectorBuffer(1 << 20)\ntry:\n    for _ in range(20): kept.append(0, torch.ones(1 << 20))\n"
         "except UserError as error: print(error)"
     )

@@ -8,7 +8,6 @@ import torch
 from fedweave.cli import main
 from fedweave.config import from_tree
 from fedweave.federation.admission import Door, Receipts
-from fedweave.federation.checkpoint import load_checkpoint
 from fedweave.federation.client import Client, Memory
 from fedweave.federation.exit import Exit
 from fedweave.federation.message import Message, tensor_bytes
@@ -17,6 +16,7 @@ from fedweave.federation.rounds import federate
 from fedweave.federation.state import broadcast
 from fedweave.federation.steps import Asked
 from fedweave.methods import build_method
+from fedweave.runs.folder import RunFolder
 from fedweave.settings import to_tree
 from tests.federations import make_engine, with_method
 
@@ -134,7 +134,7 @@ def test_a_resumed_run_remembers_its_residuals_and_counts_bytes(tmp_path, small)
     assert main(["run", "quickstart", *settings, "training.rounds=2", f"output={whole}", "--quiet"]) == 0
     assert main(["run", "quickstart", *settings, "training.rounds=1", f"output={broken}", "--quiet"]) == 0
     assert main(["resume", str(broken), "training.rounds=2", "--quiet"]) == 0
-    states = [load_checkpoint(folder / "checkpoints" / "round-0002")[0] for folder in (whole, broken)]
+    states = [RunFolder(folder).newest(2).tensors for folder in (whole, broken)]
     assert states[0].keys() == states[1].keys() and any(name.startswith("residual.") for name in states[0])
     assert all(torch.equal(states[0][name], states[1][name]) for name in states[0])
     figures = [json.loads((folder / "summary.json").read_text())["communication"] for folder in (whole, broken)]

@@ -55,6 +55,14 @@ def test_a_mixed_batch_equals_one_prompt_at_a_time(backbone_of, family, routing)
     assert len(set(ours)) > 1
 
 
+def test_every_row_has_its_own_limit_in_common_batches(backbone):
+    encoded = backbone.prompts.encode_prompts(PROMPTS)
+    limits = [3, 12, 1, 12]
+    alone = [generate(backbone, [prompt], limit)[0] for prompt, limit in zip(encoded, limits, strict=True)]
+    assert generate(backbone, encoded, limits, batch_size=3) == alone
+    assert generate(backbone, encoded, 12)[1] == alone[1] and generate(backbone, encoded, 12)[0] != alone[0]
+
+
 def test_an_end_token_stops_a_row_and_nothing_after_it_is_kept(backbone):
     """Declare the third token of an answer to be the end: the answer is cut there."""
     encoded = backbone.prompts.encode_prompts(["How many?"])

@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 
 import fedweave.kernels
-from fedweave.kernels import entropy, gated, norm, products, rotary, rows
+from fedweave.kernels import entropy, experts, layer, products
 from fedweave.kernels.attention import sequence_tiles, short_attention
 from fedweave.kernels.dropout import DropoutKeys, keep_mask
 from fedweave.kernels.experts import add_experts
@@ -28,7 +28,7 @@ def version(request, monkeypatch):
     if request.param == "triton" and not fedweave.kernels.fused(torch.zeros(1, device=DEVICE)):
         pytest.skip("needs a CUDA device (or TRITON_INTERPRET=1 and triton)")
     if request.param == "plain":
-        for module in (entropy, gated, norm, products, rotary, rows):
+        for module in (entropy, experts, layer, products):
             monkeypatch.setattr(module, "fused", lambda x: False)
     return request.param
 
@@ -57,9 +57,9 @@ def test_add_norm(version, width):
         s = x + delta
         return s, weight * s * torch.rsqrt(s.square().mean(-1, keepdim=True) + 1e-5)
 
-    same(norm.add_norm(x, delta, weight, 1e-5), written_out(x, delta), [x, delta])
-    same(norm.add_norm(x, delta, weight, 1e-5)[1], written_out(x, delta)[1], [x, delta])
-    same(norm.add_norm(x, None, weight, 1e-5)[1], written_out(x, 0)[1], [x])
+    same(layer.add_norm(x, delta, weight, 1e-5), written_out(x, delta), [x, delta])
+    same(layer.add_norm(x, delta, weight, 1e-5)[1], written_out(x, delta)[1], [x, delta])
+    same(layer.add_norm(x, None, weight, 1e-5)[1], written_out(x, 0)[1], [x])
 
 
 def test_a_norm_computed_again(version):
@@ -69,8 +69,8 @@ def test_a_norm_computed_again(version):
     gone = []
 
     def product(again: bool):
-        s, h = norm.add_norm(x, delta, weight, 1e-5)
-        with norm.computed_again(h, s, weight, 1e-5) if again else nullcontext():
+        s, h = layer.add_norm(x, delta, weight, 1e-5)
+        with layer.computed_again(h, s, weight, 1e-5) if again else nullcontext():
             out = h.view(-1, 48) * other  # its gradient for ``other`` is h
         gone.append(weakref.ref(h.untyped_storage()))
         return s, out
@@ -82,7 +82,7 @@ def test_a_norm_computed_again(version):
 
 def test_gated_unit(version):
     both = leaf(5, 2 * 1100)
-    same(gated.gated_unit(both), F.silu(both[:, :1100]) * both[:, 1100:], [both])
+    same(layer.gated_unit(both), F.silu(both[:, :1100]) * both[:, 1100:], [both])
 
 
 def test_rotate(version):
@@ -95,7 +95,7 @@ def test_rotate(version):
         return torch.cat([a * c - b * s, b * c + a * s], -1)
 
     q, k, v = qkv.view(70, 8, 16).split([4, 2, 2], 1)
-    same(rotary.rotate(qkv, cos, sin, 4, 2), (turned(q), turned(k), v), [qkv])
+    same(layer.rotate(qkv, cos, sin, 4, 2), (turned(q), turned(k), v), [qkv])
 
 
 @pytest.mark.parametrize("softcap", [None, 5.0])
@@ -186,7 +186,7 @@ def test_experts_on_a_few_rows(version, tokens, n, width, gated):
     joint = leaf(tokens, width + 10, seed=4).detach()
     expected = joint.clone()
     expected[:, 10:] += ((x @ a.T) * (0.5 if wide is None else wide)) @ b
-    rows.add_to_rows(joint[:, 10:], x, a, b, wide, 0.5)
+    experts.add_to_rows(joint[:, 10:], x, a, b, wide, 0.5)
     torch.testing.assert_close(joint, expected, atol=2e-4, rtol=2e-4)
 
 

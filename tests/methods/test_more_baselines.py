@@ -13,7 +13,7 @@ from fedweave.experts.layout import AdapterLayout
 from fedweave.federation.client import Client
 from fedweave.federation.rounds import federate, one_round
 from fedweave.methods import build_method
-from fedweave.methods.fedrouter import nearest_router
+from fedweave.methods.several import nearest_router
 from fedweave.methods.single import refactored
 from fedweave.settings import to_tree
 from fedweave.training.batch import ClientData
@@ -204,9 +204,9 @@ def test_nothing_but_centroids_leaves_a_client_of_fedrouter_at_discovery(config,
     engine.detach()
     centroids = []
     for client in engine.members:
-        assert set(sent[client.index].tensors) == {"centroids"}
+        assert set(sent[client.index].tensors) == {"signatures"}
         means = torch.stack([client.data.features[b].mean(0) for b in client.buckets])
-        torch.testing.assert_close(sent[client.index].tensors["centroids"], means)
+        torch.testing.assert_close(sent[client.index].tensors["signatures"], means)
         centroids.append(means)
     theirs = KMeans(3, n_init=10, random_state=config.seed).fit(torch.cat(centroids).double().numpy()).labels_
     mine = np.array(state.report["prototype_labels"])

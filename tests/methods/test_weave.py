@@ -201,6 +201,71 @@ def test_an_oracle_with_the_methods_own_labels_and_router_is_the_method(woven, b
     engine.detach()
 
 
+def test_every_example_counts_alike_whatever_its_answers_length(config, backbone):
+    """The step's loss is the mean of the examples' own, where tokens would favour long answers."""
+    even = weave(config, training__weighting="example", experts__dropout=0.0)
+    engine, method, state = prepared(even, backbone)
+    lane = method.lane(engine.members[0], state, 0)
+    lane = replace(lane, schedule=[np.arange(4)])
+    found = next(engine.compute.train(state.layout, None, [lane], "even")).losses[0]
+    rows = lane.examples(0)
+    assert len({len(e.ids) - e.answer_start for e in rows}) > 1
+    each = engine.compute.losses(state.layout, state.theta, rows, lane.gates[:4])
+    engine.detach()
+    assert found == pytest.approx(each.mean().item(), abs=1e-5)
+
+
+def test_a_sure_gate_is_the_routers_own_weight_in_training_as_in_use(woven, backbone):
+    engine, method, state = prepared(weave(woven, router__gate="sure"), backbone)
+    engine.detach()
+    features = engine.members[0].data.features
+    weights, lane = state.weights(features), method.lane(engine.members[0], state, 0)
+    top = weights.max(1)
+    assert torch.equal(lane.gates.max(1).values, top.values) and top.values.min() < 1
+    assert torch.equal(lane.gates.argmax(1), top.indices) and (lane.gates > 0).sum(1).eq(1).all()
+
+
+def test_some_examples_rest_from_their_expert_others_each_round(woven, backbone):
+    engine, method, state = prepared(weave(woven, experts__rest=0.5), backbone)
+    engine.detach()
+    first, second = (method.lane(engine.members[0], state, t).gates.any(1) for t in (0, 1))
+    assert 0 < first.sum() < len(first) and not torch.equal(first, second)
+    full = build_method(woven).lane(engine.members[0], state, 0).gates
+    assert torch.equal(method.lane(engine.members[0], state, 0).gates[first], full[first])
+
+
+def test_a_prompt_like_none_before_gets_the_shared_part_alone(woven, backbone):
+    engine, method, state = prepared(weave(woven, router__familiar=0.9), backbone)
+    engine.detach()
+    features = torch.cat([client.data.features for client in engine.members])
+    known = state.weights(features).any(1)
+    assert 0.9 <= known.float().mean() < 1
+    noise = torch.randn(8, features.shape[1], generator=torch.Generator().manual_seed(3))
+    odd = state.weights(features[:8] + 20 * features.std(0) * noise)
+    assert not odd.any() and not state.gates(odd, "sparse").any()
+    client = engine.members[0]
+    assert torch.equal(method.lane(client, state, 0).gates.any(1), known[: len(client)])
+    assert torch.equal(method.labels(client, state), build_method(woven).labels(client, state))
+
+
+def test_what_is_familiar_comes_from_sums_over_clients(woven, backbone):
+    """What the server makes of sums is what one place would make of all features."""
+    engine, _, state = prepared(weave(woven, router__familiar=0.9), backbone)
+    engine.detach()
+    x = torch.cat([client.data.features for client in engine.members]).double()
+    z = (x - x.mean(0)) / x.std(0, correction=0)
+    axes = torch.linalg.svd(z, full_matrices=False).Vh[: state.router.axes]  # [k, d]
+    outside = z.square().sum(1) - (z @ axes.T).square().sum(1)
+    found = state.router.strangeness(state.phi[0], x.float()).double()
+    torch.testing.assert_close(found, outside, atol=1e-3, rtol=1e-3)
+
+
+@pytest.mark.parametrize("key", ["router.gate=sure", "router.familiar=0.9", "experts.rest=0.1"])
+def test_doing_without_an_expert_needs_a_shared_part(key):
+    with pytest.raises(UserError, match=r"needs a part that experts share: set experts\.shared_rank"):
+        load_config("weave", ["experts.shared_rank=0", key])
+
+
 COMMON = ("training.lr", "training.schedule", "training.patience")  # every method of the suite has these
 
 

@@ -38,7 +38,8 @@ def test_no_errors_and_no_network(browser, page):
 def test_every_picture_is_drawn_and_none_is_cut(browser, page):
     look(browser, page)
     boxes = browser.execute_script(
-        "return [...document.querySelectorAll('figure:not(.wide)')].map(f => [f.id, f.scrollWidth - f.clientWidth,"
+        "return [...document.querySelectorAll('figure')].map(f => [f.id,"
+        " f.querySelector('.scroll').scrollWidth - f.clientWidth,"
         " f.querySelector('svg').getBoundingClientRect().height])"
     )
     assert all(extra <= 0 and height > 80 for _, extra, height in boxes), boxes

@@ -137,6 +137,15 @@ def test_good_news_is_told_too(record):
     assert [f.level for f in costly] == ["warning"] and "+30%" in costly[0].text
 
 
+@pytest.mark.parametrize(
+    ("sparse", "soft", "said"),
+    [(0.753, 0.739, "costs 1.9% of loss"), (0.739, 0.739, "nothing that shows"), (0.73, 0.739, "1.2% better")],
+)
+def test_what_one_active_expert_costs_is_said_as_it_is(record, sparse, soft, said):
+    found = findings(record(summary=outcome(sparse=sparse, soft=soft), discovery=discovery(2)))
+    assert [said in f.text for f in found if f.title == "One active expert is enough"] == [True]
+
+
 def test_warnings_come_first_and_name_the_culprit(record):
     run = record(events=[*pulling(-0.5), *validations(1.0, expert_load=[1.0, 0.0])], manifest={"test": ["x"] * 10})
     found = findings(run)

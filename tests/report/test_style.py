@@ -19,3 +19,28 @@ def test_a_legend_leaves_the_plot_its_room(names):
     box = ax.get_position()
     width, height = figure.get_size_inches()
     assert box.width * width > 3.5 and box.height * height > 2
+
+
+def test_wide_letters_have_room_and_tables_stay_aligned():
+    from fedweave.console import columns_of, table
+    from fedweave.report.style import canvas, named_rows
+
+    assert columns_of("天气") == 4 and columns_of("cafe\u0301") == 4 and columns_of("abc") == 3
+    rows = table(["kind", "score"], [["天气", "1"], ["weather", "2"]]).splitlines()
+    assert {columns_of(line) for line in (rows[2], rows[3])} == {columns_of(rows[3])}
+    _, ax = canvas()
+    named_rows(ax, ["北京医院", "north"], "loss")
+    assert [label.get_text() for label in ax.get_yticklabels()] == ["    北京医院", "north"]
+
+
+def test_a_picture_says_what_the_pointer_rests_on():
+    import numpy as np
+
+    from fedweave.report.style import Picture, canvas, shaded_table
+
+    figure, ax = canvas()
+    shaded_table(ax, np.array([[0.25, 1.0]]), ["<north>"], ["E0", "E1"], "{:.0%}")
+    drawn = Picture("x", "X", "", figure).svg()
+    assert (
+        "<title>&lt;north&gt;, E1: 100%</title>" in drawn and "var(--heat)" in drawn and "var(--on-heat)" in drawn
+    )

@@ -5,8 +5,8 @@ import torch
 
 from fedweave.aggregation.rules import ClientAverage
 from fedweave.config import WarmStartConfig
+from fedweave.methods.warm_start import LabelledFeatures, contrast_of, warm_start_clients
 from fedweave.router.mlp import RouterLayout, sparsify
-from fedweave.router.warmstart import LabelledFeatures, contrast_of, warm_start_clients
 
 
 def test_lanes_of_routers_equal_separate_modules():

@@ -13,16 +13,17 @@ import torch
 
 from fedweave.cli import main
 from fedweave.errors import UserError
-from fedweave.federation.checkpoint import load_checkpoint, round_checkpoints, save_checkpoint
+from fedweave.federation.checkpoint import round_checkpoints, save_checkpoint
+from fedweave.runs.folder import RunFolder
 from tests.helpers import forked, read_json
 
 
 def state_of(folder: Path) -> dict:
     """Everything a run computed, bit for bit, without its clock."""
-    tensors, meta = load_checkpoint(round_checkpoints(folder / "checkpoints")[-1])
+    newest = RunFolder(folder).newest()
     return {
-        "tensors": {k: v.numpy().tobytes() for k, v in tensors.items()},
-        "clients": meta["clients"],
+        "tensors": {k: v.numpy().tobytes() for k, v in newest.tensors.items()},
+        "clients": newest.meta["clients"],
         "metrics": (folder / "metrics.jsonl").read_text(),
         "predictions": (folder / "predictions.jsonl").read_text(),
         "test": read_json(folder / "summary.json")["test"],
@@ -78,17 +79,86 @@ def test_a_full_disk_is_one_sentence_and_the_last_checkpoint_survives(tmp_path, 
     more = ["resume", str(folder), "training.rounds=3", "--quiet"]
     assert forked(with_files_below, size // 2, *more, log=log) == 2
     assert "cannot be written" in log.read_text() and "Traceback" not in log.read_text()
-    assert [p.name for p in round_checkpoints(folder / "checkpoints")] == ["round-0000", "round-0001"]
-    load_checkpoint(folder / "checkpoints" / "round-0001")
+    assert list(round_checkpoints(folder / "checkpoints")) == [0, 1]
+    assert RunFolder(folder).newest().meta["completed"] == 1
     assert main(more) == 0
 
 
-def test_a_damaged_checkpoint_falls_back_to_the_one_before(tiny_run, tiny_copy, capsys):
+def flip_a_bit(path: Path) -> None:
+    content = bytearray(path.read_bytes())
+    content[len(content) * 2 // 3] ^= 1
+    path.write_bytes(bytes(content))
+
+
+DAMAGES = {
+    "flipped": flip_a_bit,
+    "cut": lambda path: path.write_bytes(path.read_bytes()[:100]),
+    "empty": lambda path: path.write_bytes(b""),
+    "missing": Path.unlink,
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+@pytest.mark.parametrize("file", ["state.safetensors", "meta.json"])
+def test_a_damaged_checkpoint_is_a_sentence_and_a_choice(tiny_run, tiny_copy, complains, tmp_path, file, damage):
     folder = tiny_copy()
-    newest = round_checkpoints(folder / "checkpoints")[-1] / "state.safetensors"
-    newest.write_bytes(newest.read_bytes()[:100])
-    assert main(["resume", str(folder)]) == 0
-    assert "damaged" in capsys.readouterr().err
+    DAMAGES[damage](round_checkpoints(folder / "checkpoints")[3] / file)
+    for verb in (
+        ["resume", folder],
+        ["evaluate", folder],
+        ["generate", folder, "Hi"],
+        ["export", folder, tmp_path / "b"],
+    ):
+        said = complains(*verb)
+        assert "round-0003 is damaged" in said and f"fedweave resume {folder} --checkpoint 2" in said
+    assert main(["generate", str(folder), "Hi", "--checkpoint", "2"]) == 0
+    assert main(["resume", str(folder), "--checkpoint", "2", "--quiet"]) == 0
+    assert state_of(folder) == state_of(tiny_run())
+
+
+def test_going_back_to_a_round_of_ones_choice(tiny_run, tiny_copy, complains, tmp_path):
+    folder = tiny_copy()
+    assert "no checkpoint of round 1; there is: 0, 2, 3" in complains("resume", folder, "--checkpoint", 1)
+    assert main(["export", str(folder), str(tmp_path / "bundle"), "--checkpoint", "2", "--last"]) == 0
+    assert read_json(tmp_path / "bundle" / "fedweave.json")["round"] == 2
+    assert "| task | score" not in (tmp_path / "bundle" / "README.md").read_text()  # those are of round 3
+    assert main(["resume", str(folder), "--checkpoint", "0", "--quiet"]) == 0
+    assert state_of(folder) == state_of(tiny_run())
+
+
+def test_a_damaged_log_is_noticed_and_what_can_be_written_again_is(tiny_run, tiny_copy, complains):
+    folder = tiny_copy()
+    for name in ("discovery.json", "embedding.json", "summary.json", "predictions.jsonl"):
+        (folder / name).write_bytes(b"{")
+    assert main(["resume", str(folder), "--quiet"]) == 0
+    assert state_of(folder) == state_of(tiny_run())
+    assert (folder / "discovery.json").read_bytes() == (tiny_run() / "discovery.json").read_bytes()
+    for damage in DAMAGES.values():
+        shutil.copy(tiny_run() / "metrics.jsonl", folder)
+        damage(folder / "metrics.jsonl")
+        assert "metrics.jsonl is damaged" in complains("resume", folder)
+
+
+def interrupted_at(event: str, sent: signal.Signals, folder: Path, *command: str) -> int:
+    """The command, which gets a signal when it logs its first event of this kind."""
+    log = folder / "metrics.jsonl"
+
+    def look(name: str, given: tuple) -> None:
+        if name == "os.mkdir" and log.is_file() and f'"event": "{event}"' in log.read_text():
+            os.kill(os.getpid(), sent)
+
+    sys.addaudithook(look)
+    return main(command)
+
+
+@pytest.mark.parametrize("sent", [signal.SIGINT, signal.SIGTERM])
+def test_an_interrupted_run_names_the_command_that_continues(tmp_path, small, tiny_run, sent):
+    folder, log = tmp_path / "a run", tmp_path / "log"
+    begin = ["run", "quickstart", *small, f"output={folder}", "--quiet"]
+    assert forked(interrupted_at, "round", sent, folder, *begin, log=log) == 130
+    said = f"fedweave: interrupted; `fedweave resume '{folder}'` goes on from the last checkpoint.\n"
+    assert log.read_text() == said and not (folder / "lock").exists()
+    assert main(["resume", str(folder), "--quiet"]) == 0
     assert state_of(folder) == state_of(tiny_run())
 
 
@@ -115,7 +185,7 @@ def test_another_config_or_backbone_is_refused(tiny_copy, model_folder, complain
         weights.write_bytes(original)
     manifest = folder / "manifest.json"
     manifest.write_text(manifest.read_text().replace("sample/edit:0", "sample/edit:99999"))
-    assert "data of" in complains("resume", folder, "--quiet")
+    assert "manifest.json is damaged" in complains("resume", folder, "--quiet")
 
 
 def test_a_nan_update_stops_with_a_sentence_and_keeps_the_checkpoint(tmp_path, small, capsys):

@@ -6,6 +6,7 @@ import socket
 import pytest
 import torch
 
+from fedweave.data.examples import Example
 from fedweave.runs.live import LiveProgress, read_live
 from fedweave.runs.records import validation_record
 from fedweave.runs.workspace import TestSet as HeldOut
@@ -32,7 +33,7 @@ def test_a_run_records_what_the_report_shows(tiny_run):
 
 
 def test_entropy_and_load_of_a_router_worked_out_by_hand():
-    held = HeldOut([], torch.zeros(4, 1), ["a", "a", "b", "b"], [], [], [])
+    held = HeldOut([Example("", "", task, "") for task in "aabb"], [], torch.zeros(4, 1))
     weights = torch.tensor([[1.0, 0.0], [0.5, 0.5], [0.0, 1.0], [0.0, 1.0]])
     record = validation_record(torch.tensor([1.0, 2.0, 3.0, 5.0]), weights, held)
     assert record["router_entropy"] == pytest.approx(0.6931 / 4, abs=1e-3)

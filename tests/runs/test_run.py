@@ -14,7 +14,8 @@ def test_a_run_leaves_everything_it_promises(tiny_run):
     finished = tiny_run()
     names = {p.name for p in finished.iterdir()}
     assert names == {"config.yaml", "manifest.json", "discovery.json", "embedding.json", "metrics.jsonl",
-                     "predictions.jsonl", "progress.json", "summary.json", "checkpoints"}  # fmt: skip
+                     "predictions.jsonl", "experts.json", "progress.json", "summary.json",
+                     "checkpoints"}  # fmt: skip
     summary = read_json(finished / "summary.json")
     test = summary["test"]
     assert set(test) == {"untouched", "best", "last"} and test["last"]["round"] == 3
@@ -127,3 +128,17 @@ def _results(run: Path) -> dict:
     summary = read_json(run / "summary.json")
     config = {k: v for k, v in summary["config"].items() if k != "output"}
     return {**{k: v for k, v in summary.items() if k != "timing"}, "config": config}
+
+
+def test_a_run_goes_on_without_a_client_that_was_refused_at_once(tmp_path, small):
+    """Its rows stay out of the records, a resumed run, the report and the diagnosis."""
+    folder = tmp_path / "run"
+    most = ["discovery.max_buckets=1", "federation.max_samples=16", "training.rounds=1"]
+    assert main(["run", "quickstart", *small, *most, f"output={folder}", "--quiet"]) == 0
+    discovery = read_json(folder / "discovery.json")
+    assert list(discovery["clients"]) == list(discovery["bucket_tasks"]) == ["client_1", "client_2"]
+    for name, buckets in discovery["bucket_tasks"].items():
+        assert sum(sum(tasks.values()) for tasks in buckets) == discovery["clients"][name]["examples"]
+    assert main(["resume", str(folder), "training.rounds=2", "--quiet"]) == 0
+    assert read_json(folder / "summary.json")["clients"] == 2
+    assert main(["report", str(folder)]) == 0 and main(["diagnose", str(folder), "--quiet"]) == 0

@@ -15,6 +15,7 @@ import psutil
 import pytest
 import uvicorn
 
+from fedweave.description.record import Experts
 from fedweave.inference.model import FedWeaveModel
 from fedweave.runs.use import load
 from fedweave.serving.app import Api, build_app
@@ -38,7 +39,11 @@ class Running:
 
 @contextmanager
 def running(
-    model: FedWeaveModel, limits: Limits = LIMITS, key: str | None = None, upstream: str | None = None
+    model: FedWeaveModel,
+    limits: Limits = LIMITS,
+    key: str | None = None,
+    upstream: str | None = None,
+    told: Experts | None = None,
 ) -> Iterator[Running]:
     """A server in a thread, on a free port."""
     listener = _listen("127.0.0.1", 0)
@@ -46,7 +51,7 @@ def running(
 
     async def main() -> None:
         backend = Gateway(model, limits, upstream) if upstream else LocalBackend(model, limits)
-        app = build_app(Api(model.backbone, model.mixture.layout.experts, backend, limits), key)
+        app = build_app(Api(model.backbone, model.mixture.layout.experts, backend, limits, told), key)
         server = uvicorn.Server(uvicorn.Config(app, log_level="warning", ws="none", timeout_graceful_shutdown=2))
         ready.append((server, backend))
         await server.serve(sockets=[listener])

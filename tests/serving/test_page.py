@@ -17,8 +17,10 @@ def find(browser, name: str):
     return browser.find_element("id", name)
 
 
-def ask(browser, prompt: str) -> str:
-    """Type, send, wait for the closing line; the answer."""
+def ask(browser, prompt: str, fresh: bool = True) -> str:
+    """Type, send, wait for the closing line; the answer. ``fresh``: in a new chat."""
+    if fresh and find(browser, "fresh").is_enabled():
+        find(browser, "fresh").click()
     find(browser, "prompt").clear()
     find(browser, "prompt").send_keys(prompt)
     find(browser, "send").click()
@@ -43,6 +45,59 @@ def test_a_prompt_its_answer_its_expert_and_the_bars(browser, server, twin):
         assert widths == pytest.approx([100 * w for w in expected.weights], abs=0.1)
         won = browser.find_elements("css selector", "#weights .won")[0].text
         assert won == f"expert {expected.expert}"
+
+
+def test_a_chat_of_several_turns_under_a_system_prompt(browser, server, twin):
+    browser.get(server.url)
+    wait(browser, lambda: find(browser, "model").find_elements("tag name", "option"))
+    find(browser, "tokens").clear()
+    find(browser, "tokens").send_keys("5")
+    find(browser, "leading").find_element("tag name", "summary").click()
+    find(browser, "system").send_keys("Fix it.")
+    messages = [{"role": "system", "content": "Fix it."}]
+    for turn, prompt in enumerate(PROMPTS[:2]):
+        messages.append({"role": "user", "content": prompt})
+        expected = twin.generate([tuple(messages)], max_new_tokens=5)[0]
+        assert ask(browser, prompt, fresh=False).split() == expected.text.split()
+        assert len(browser.find_elements("css selector", "#turns .asked")) == turn
+        messages.append({"role": "assistant", "content": expected.text})
+    assert find(browser, "prompt").get_attribute("value") == ""
+    find(browser, "fresh").click()
+    assert not browser.find_elements("css selector", "#turns .asked") and find(browser, "answer").text == ""
+    messages = [{"role": "system", "content": "Fix it."}, {"role": "user", "content": PROMPTS[1]}]
+    assert ask(browser, PROMPTS[1]).split() == twin.generate([tuple(messages)], max_new_tokens=5)[0].text.split()
+
+
+def test_the_page_says_what_the_experts_are(browser, model):
+    experts = [
+        {"name": "", "share": 0.75, "words": ["fix", "grammar"], "typical": ["Fix the grammar: <b>she go</b>"]},
+        *({"name": "Sums", "share": 0.25, "words": ["多少"]} for _ in range(model.mixture.layout.experts - 1)),
+    ]
+    with running(model, told={"schema": 1, "source": "", "round": 1, "experts": experts}) as server:
+        browser.get(server.url)
+        wait(browser, lambda: find(browser, "model").find_elements("tag name", "option"))
+        options = [o.text for o in find(browser, "model").find_elements("tag name", "option")]
+        assert options[1] == "expert 0 (fix, grammar)" and options[2] == "expert 1, Sums (多少)"
+        find(browser, "experts").find_element("tag name", "summary").click()
+        assert "expert 0 · 75 % of the prompts" in find(browser, "cards").text
+        browser.find_element("css selector", "#cards .try").click()
+        assert find(browser, "prompt").get_attribute("value") == "Fix the grammar: <b>she go</b>"
+        find(browser, "model").send_keys("expert 1")
+        ask(browser, PROMPTS[0])
+        assert find(browser, "status").text.startswith("expert 1, Sums · ")
+
+
+@pytest.mark.parametrize("width", [320, 1200])
+def test_nothing_scrolls_sideways(browser, server, width):
+    metrics = {"width": width, "height": 800, "deviceScaleFactor": 1, "mobile": width < 600}
+    browser.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", metrics)
+    try:
+        browser.get(server.url)
+        wait(browser, lambda: find(browser, "model").find_elements("tag name", "option"))
+        ask(browser, "W" * 60)
+        assert browser.execute_script("return document.documentElement.scrollWidth") <= width
+    finally:
+        browser.execute_cdp_cmd("Emulation.clearDeviceMetricsOverride", {})
 
 
 def test_a_forced_expert_and_an_error(browser, server):

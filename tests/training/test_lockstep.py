@@ -81,13 +81,12 @@ def test_what_is_frozen_never_moves(backbone, weight_decay):
     lanes = make_lanes(backbone, layout, router, clients=2)
     for lane in lanes:
         lane.trainable = layout.is_b
-    lanes[1].train_router = False
     trainer, mixture = make_trainer(backbone, layout, router, weight_decay=weight_decay)
     results = list(trainer.train(lanes, 2))
     mixture.detach()
     for result in results:
         assert not result.delta_theta[~layout.is_b].any() and result.delta_theta[layout.is_b].any()
-    assert results[0].delta_phi.any() and not results[1].delta_phi.any()
+        assert result.delta_phi.any()
 
 
 def test_clipping_is_per_lane_and_joint_over_experts_and_router():

@@ -3,8 +3,6 @@
 Both are streams: the server holds one running sum, whatever the number of clients.
 """
 
-from __future__ import annotations
-
 import torch
 
 from fedweave.experts.layout import AdapterLayout

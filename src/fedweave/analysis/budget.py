@@ -1,6 +1,6 @@
 """Cost accounting (paper, Table 5 and Appendix B) from shapes alone: parameters, bytes, steps, memory.
 
-What a method trains and sends is counted in ``methods/payload.py``; here it meets a model's shape and a config.
+What a method trains and sends is its own ``payload``; here it meets a model's shape and a config.
 """
 
 from __future__ import annotations

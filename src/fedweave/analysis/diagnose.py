@@ -47,8 +47,8 @@ def diagnose(
     """
     if clients < 1 or batches < 1:
         raise UserError("--clients and --batches must be at least 1.")
-    if router_rate is not None and not router_rate > 0:
-        raise UserError("--router-rate must be above 0.")
+    if router_rate is not None and not 0 < router_rate <= 1000:
+        raise UserError("--router-rate must be above 0 and at most 1000.")
     started = time.monotonic()
     subject = open_subject(folder, which, console)
     config = subject.workspace.config

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Literal, TypedDict
+from typing import Literal, TypedDict
 
-if TYPE_CHECKING:
-    from typing import NotRequired
+from typing_extensions import NotRequired
 
 Number = float | None  # None where it is not finite
 

@@ -38,7 +38,7 @@ def measure_conflict(subject: Subject, sample: Sample, console: Console) -> dict
     experts and router. A pattern's examples are drawn from all clients, as many as a sampled bucket of each."""
     state, compute, config = subject.state, subject.workspace.engine.compute, subject.workspace.config
     data = pooled([client.data for client in subject.clients])
-    pattern = np.concatenate(subject.pattern)
+    pattern = np.concatenate(list(subject.pattern.values()))
     members_of = [np.flatnonzero(pattern == k) for k in range(len(subject.patterns))]
     batches = sample.batches * len(sample.clients)
     single = state.layout.with_experts(1)
@@ -123,8 +123,8 @@ def matching(subject: Subject) -> tuple[Matching, np.ndarray]:
 def _routed(subject: Subject, state: ServerState, upload: np.ndarray) -> np.ndarray:
     """[U, K, M] routed weights of all clients under one kept state; without labels K is 1."""
     gates = np.concatenate([subject.gates(client, state) for client in subject.clients])
-    unit = np.concatenate(subject.unit)
-    pattern = np.concatenate(subject.pattern) if subject.labelled else np.zeros(len(unit), dtype=int)
+    unit = np.concatenate(list(subject.unit.values()))
+    pattern = np.concatenate(list(subject.pattern.values())) if subject.labelled else np.zeros(len(unit), dtype=int)
     patterns = len(subject.patterns) if subject.labelled else 1
     return routed_weight(gates, unit, pattern, subject.step_share, upload, patterns)
 

@@ -66,7 +66,7 @@ def model_shape(name: str, revision: str | None = None) -> ModelShape:
     try:
         with torch.device("meta"):
             model = AutoModelForCausalLM.from_config(config)
-    except (ValueError, KeyError) as error:
+    except Exception as error:  # damaged files fail in as many ways as there are lines in a library
         raise UserError(
             f"{name} is no causal language model that transformers knows: {first_line(error)}."
         ) from None
@@ -86,7 +86,7 @@ def _config(name: str, revision: str | None) -> PretrainedConfig:
         if path.suffix == ".gguf":
             return AutoConfig.from_pretrained(path.parent, gguf_file=path.name)
         return AutoConfig.from_pretrained(path if path.is_dir() else name, revision=revision)
-    except (OSError, ValueError, KeyError) as error:
+    except Exception as error:
         raise UserError(
             f"{name} is no run, recipe, model folder or .gguf file, and as a hub id it gives no configuration "
             f"({first_line(error)}); built in are {', '.join(BUILT_IN)}."

@@ -53,16 +53,17 @@ class Subject:
     @cached_property
     def patterns(self) -> list[str]:
         """Task labels as proxies of the latent patterns; fewer than two tell nothing."""
-        return list(dict.fromkeys(label for labels in self.workspace.client_labels for label in labels))
+        return list(dict.fromkeys(label for c in self.clients for label in self.workspace.client_labels[c.index]))
 
     @property
     def labelled(self) -> bool:
         return len(self.patterns) > 1 and UNLABELLED not in self.patterns
 
     @cached_property
-    def pattern(self) -> list[np.ndarray]:
-        """[client] of [n] pattern numbers."""
-        return [np.array([self.patterns.index(x) for x in labels]) for labels in self.workspace.client_labels]
+    def pattern(self) -> dict[int, np.ndarray]:
+        """[n] pattern numbers of every client, by its index."""
+        labels = self.workspace.client_labels
+        return {c.index: np.array([self.patterns.index(x) for x in labels[c.index]]) for c in self.clients}
 
     def mixture(self, client: Client, members: np.ndarray | None = None) -> np.ndarray:
         """How many examples of every pattern a client (or a bucket of it) holds, [K]."""
@@ -82,9 +83,9 @@ class Subject:
         return np.array([client.assignment[c] for client, c in self.units])
 
     @cached_property
-    def unit(self) -> list[np.ndarray]:
-        """[client] of [n] the unit that each example lies in."""
-        of = [np.zeros(len(client), dtype=int) for client in self.clients]
+    def unit(self) -> dict[int, np.ndarray]:
+        """[n] the unit that each example of a client lies in, by its index."""
+        of = {client.index: np.zeros(len(client), dtype=int) for client in self.clients}
         for u, (client, c) in enumerate(self.units):
             of[client.index][client.buckets[c]] = u
         return of
@@ -106,7 +107,8 @@ class Subject:
             rows.append(np.full(experts, float(len(client))) if whole_clients else counts)
         counted = np.stack(rows)  # [clients, M]
         weight = counted / counted.sum(0).clip(min=1e-12)
-        return weight[[client.index for client, _ in self.units]]
+        row = {client.index: number for number, client in enumerate(self.clients)}
+        return weight[[row[client.index] for client, _ in self.units]]
 
     # ---------------------------------------------------------------------------------- routing
 
@@ -136,13 +138,13 @@ def open_subject(folder: Path, which: str, console: Console) -> Subject:
             f"the clients of {folder} are sites, whose examples the server never saw, and a diagnosis needs them; "
             "simulate such a federation with engine=in-process."
         )
-    found = list(run.snapshots(console))
+    found = run.snapshots()
     if not found:
         raise UserError(f"{folder} has no checkpoint yet; finish it with `fedweave resume {folder}`.")
     prepared = prepare(config, console)
-    run.check_manifest(prepared.data.manifest)
-    workspace = prepared.build(console)
     method = build_method(config)
+    run.check_data(prepared.data.manifest, method.uses_labels)
+    workspace = prepared.build(console)
     workspace.disclose(method)
     newest = found[0]
     newest.check(config, workspace.backbone)

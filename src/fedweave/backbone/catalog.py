@@ -1,7 +1,5 @@
 """Where a backbone comes from: a folder, a GGUF file, the hub, or (for the default model) a PyPI wheel."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

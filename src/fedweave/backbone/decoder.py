@@ -18,9 +18,7 @@ import torch.nn.functional as F
 
 from fedweave.backbone.packing import Packed, attend
 from fedweave.experts.mixture import carries_experts, with_experts
-from fedweave.kernels.gated import gated_unit
-from fedweave.kernels.norm import add_norm, computed_again
-from fedweave.kernels.rotary import rotate
+from fedweave.kernels.layer import add_norm, computed_again, gated_unit, rotate
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -58,8 +56,6 @@ class Decoder:
 
 
 class _Layer:
-    """One decoder layer."""
-
     def __init__(self, layer: LlamaDecoderLayer):
         attention, mlp = layer.self_attn, layer.mlp
         self.attention = attention

@@ -4,8 +4,6 @@ One feature serves discovery and the router, and the backbone never changes, so 
 prompt and kept on disk under a key of everything that decides its value.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 from collections.abc import Sequence
@@ -21,7 +19,7 @@ from fedweave.backbone.packing import pack, token_budget_batches
 from fedweave.backbone.prompts import EncodedPrompt
 from fedweave.console import Console
 from fedweave.files import atomic_file
-from fedweave.kernels.segments import sum_segments
+from fedweave.kernels.lanes import sum_segments
 
 
 @torch.no_grad()

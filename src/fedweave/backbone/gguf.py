@@ -11,7 +11,7 @@ from __future__ import annotations
 import os
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from fedweave.errors import UserError, first_line
 from fedweave.files import atomic_folder, file_sha256
@@ -82,46 +82,25 @@ def _convert(gguf: Path, folder: Path) -> None:
     tokenizer.save_pretrained(folder)
 
 
-class _Tables:
-    """Typed access to the key-value part of a GGUF file."""
-
-    def __init__(self, path: Path):
-        from gguf import GGUFReader
-
-        self.fields = GGUFReader(str(path)).fields
-
-    def __contains__(self, key: str) -> bool:
-        return key in self.fields
-
-    def text(self, key: str, default: str = "") -> str:
-        return bytes(self.fields[key].parts[-1]).decode("utf-8") if key in self.fields else default
-
-    def number(self, key: str, default: int) -> int:
-        return self.fields[key].parts[-1][0].item() if key in self.fields else default
-
-    def texts(self, key: str) -> list[str]:
-        f = self.fields[key]
-        return [bytes(f.parts[i]).decode("utf-8") for i in f.data]
-
-    def numbers(self, key: str) -> list[float]:
-        f = self.fields[key]
-        return [f.parts[i][0].item() for i in f.data]
+Tables = dict[str, Any]  # what the key-value part of a GGUF file says of its tokenizer
 
 
 def build_tokenizer(gguf: Path) -> PreTrainedTokenizerFast:
     """The fast tokenizer that the file's vocabulary, merges and names describe."""
+    from gguf import GGUFReader
     from tokenizers import AddedToken, processors
     from transformers import PreTrainedTokenizerFast
 
-    tables = _Tables(gguf)
-    kind = tables.text("tokenizer.ggml.model")
+    fields = GGUFReader(str(gguf)).fields
+    tables = {key: field.contents() for key, field in fields.items() if key.startswith("tokenizer.")}
+    kind = tables.get("tokenizer.ggml.model", "")
     if kind == "gpt2":
         tokenizer, tokens = _byte_level_bpe(tables)
     elif kind == "llama":
         tokenizer, tokens = _sentencepiece_bpe(tables)
     else:
         raise UserError(f"{gguf}: tokenizer model {kind!r} is not supported; use the hub model instead.")
-    types = tables.numbers("tokenizer.ggml.token_type")
+    types = tables["tokenizer.ggml.token_type"]
     tokenizer.add_special_tokens(
         [AddedToken(t, special=True, normalized=False) for t, y in zip(tokens, types, strict=True) if y == _CONTROL]
     )
@@ -130,16 +109,16 @@ def build_tokenizer(gguf: Path) -> PreTrainedTokenizerFast:
     )
 
     def named(role: str) -> str | None:
-        index = tables.number(f"tokenizer.ggml.{role}_token_id", -1)
+        index = tables.get(f"tokenizer.ggml.{role}_token_id", -1)
         return tokens[index] if 0 <= index < len(tokens) else None
 
-    template = tables.text("tokenizer.chat_template")
+    template = tables.get("tokenizer.chat_template", "")
     bos, eos, unk = named("bos"), named("eos"), named("unknown")
     end_of_turn = [mark for mark in _END_OF_TURN if mark in template and mark in tokens]
     eos = end_of_turn[0] if end_of_turn else eos
     pad = named("padding") or ("<|endoftext|>" if "<|endoftext|>" in tokens else None) or unk or eos
     # SentencePiece models start every text with BOS unless the file says otherwise; byte-level ones do not.
-    if bos and tables.number("tokenizer.ggml.add_bos_token", kind == "llama"):
+    if bos and tables.get("tokenizer.ggml.add_bos_token", kind == "llama"):
         tokenizer.post_processor = processors.TemplateProcessing(
             single=f"{bos} $A", pair=f"{bos} $A {bos} $B", special_tokens=[(bos, tokens.index(bos))]
         )
@@ -156,12 +135,12 @@ def build_tokenizer(gguf: Path) -> PreTrainedTokenizerFast:
     return fast
 
 
-def _byte_level_bpe(tables: _Tables) -> tuple[Tokenizer, list[str]]:
+def _byte_level_bpe(tables: Tables) -> tuple[Tokenizer, list[str]]:
     from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
 
-    tokens = tables.texts("tokenizer.ggml.tokens")
-    merges = [(m.split(" ")[0], m.split(" ")[1]) for m in tables.texts("tokenizer.ggml.merges")]
-    rule = tables.text("tokenizer.ggml.pre", "default")
+    tokens = tables["tokenizer.ggml.tokens"]
+    merges = [(m.split(" ")[0], m.split(" ")[1]) for m in tables["tokenizer.ggml.merges"]]
+    rule = tables.get("tokenizer.ggml.pre", "default")
     tokenizer = Tokenizer(
         models.BPE(vocab={t: i for i, t in enumerate(tokens)}, merges=merges, ignore_merges=rule == "llama-bpe")
     )
@@ -184,13 +163,12 @@ def _byte_level_bpe(tables: _Tables) -> tuple[Tokenizer, list[str]]:
     return tokenizer, tokens
 
 
-def _sentencepiece_bpe(tables: _Tables) -> tuple[Tokenizer, list[str]]:
+def _sentencepiece_bpe(tables: Tables) -> tuple[Tokenizer, list[str]]:
     """SentencePiece BPE: the merges are implied by the pieces and their scores."""
     from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers
 
-    tokens = tables.texts("tokenizer.ggml.tokens")
-    scores = tables.numbers("tokenizer.ggml.scores")
-    types = tables.numbers("tokenizer.ggml.token_type")
+    tokens = tables["tokenizer.ggml.tokens"]
+    scores, types = tables["tokenizer.ggml.scores"], tables["tokenizer.ggml.token_type"]
     gemma = "<start_of_turn>" in tokens
     # Gemma's runs of blanks are stored as real blanks; inside the tokenizer a blank is ▁.
     tokens = ["▁" * len(t) if t and not t.strip(" ") else t for t in tokens]
@@ -206,7 +184,7 @@ def _sentencepiece_bpe(tables: _Tables) -> tuple[Tokenizer, list[str]]:
         rank = 1e9 if kind == _USER_DEFINED else score
         merges += [(rank, a, b) for _, _, a, b in known]
     merges.sort(key=lambda m: (m[0], len(m[1]), len(m[2])), reverse=True)
-    unk = tables.number("tokenizer.ggml.unknown_token_id", 0)
+    unk = tables.get("tokenizer.ggml.unknown_token_id", 0)
     tokenizer = Tokenizer(
         models.BPE(
             vocab=vocabulary,

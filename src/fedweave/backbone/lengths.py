@@ -1,7 +1,5 @@
 """Rows as a model reads them: how many tokens, what is cut, what is refused, and how one is written out."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 from fedweave.backbone.prompts import LongAnswer, PromptFormat, RefusedChat

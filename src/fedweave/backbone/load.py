@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -13,7 +12,6 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
-from safetensors import SafetensorError
 
 from fedweave.backbone import packing
 from fedweave.backbone.catalog import locate
@@ -22,6 +20,7 @@ from fedweave.backbone.packing import Packed
 from fedweave.backbone.prompts import PromptFormat
 from fedweave.config import BackboneConfig
 from fedweave.errors import UserError, first_line
+from fedweave.settings import environment_number
 
 if TYPE_CHECKING:
     from transformers import Cache, PreTrainedModel, PreTrainedTokenizerFast
@@ -122,6 +121,12 @@ class Backbone:
         finally:
             self.model.set_attn_implementation(packing.ATTENTION)
 
+    def check_answer(self, max_new_tokens: int, named: str = "max_new_tokens") -> None:
+        """An answer must fit what the model was made for."""
+        longest = getattr(self.model.config.get_text_config(), "max_position_embeddings", None)
+        if longest and max_new_tokens > longest:
+            raise UserError(f"{named}={max_new_tokens} is more than the {longest} tokens that {self.name} takes.")
+
     def linear_layers(self, targets: Sequence[str]) -> dict[str, torch.nn.Linear]:
         """The layers named by ``experts.target_modules``, in model order."""
         return linear_layers(self.model, targets, self.name)
@@ -167,7 +172,6 @@ def linear_layers(model: PreTrainedModel, targets: Sequence[str], title: str) ->
 
 
 def load_backbone(config: BackboneConfig) -> Backbone:
-    """Find, load and freeze the model that ``config`` names."""
     from transformers import AutoModelForCausalLM
     from transformers.utils import logging as hf_logging
 
@@ -180,7 +184,7 @@ def load_backbone(config: BackboneConfig) -> Backbone:
         model, info = AutoModelForCausalLM.from_pretrained(located.path, dtype=dtype, output_loading_info=True)
         if info["missing_keys"]:
             raise ValueError(f"the files lack {sorted(info['missing_keys'])[0]}")
-    except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
+    except Exception as error:  # damaged files fail in as many ways as there are lines in a library
         reason = first_line(error)
         raise UserError(f"backbone.model={config.model} cannot be loaded: {reason}") from error
     if not getattr(model, "_supports_attention_backend", False):
@@ -209,10 +213,12 @@ def load_tokenizer(path: str, name: str) -> PreTrainedTokenizerFast:
 
     try:
         tokenizer = AutoTokenizer.from_pretrained(path)
-    except (OSError, ValueError, KeyError, RuntimeError) as error:
+    except Exception as error:
         raise UserError(f"backbone.model={name} cannot be loaded: {first_line(error)}") from error
     if not getattr(tokenizer, "is_fast", False):
         raise UserError(f"backbone.model={name} has no fast tokenizer, which FedWeave needs.")
+    if tokenizer.pad_token is None and tokenizer.eos_token is None:
+        raise UserError(f"backbone.model={name}: its tokenizer has neither a padding nor an end token.")
     if tokenizer.pad_token is None:
         tokenizer.pad_token = tokenizer.eos_token
     return tokenizer
@@ -220,7 +226,7 @@ def load_tokenizer(path: str, name: str) -> PreTrainedTokenizerFast:
 
 def pick_device(name: str) -> torch.device:
     if name == "auto" and torch.cuda.is_available():  # torchrun gives every process a GPU of its own
-        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", 0)) % torch.cuda.device_count())
+        torch.cuda.set_device(environment_number("LOCAL_RANK", 0) % torch.cuda.device_count())
         return torch.device("cuda", torch.cuda.current_device())
     if name == "auto":
         return torch.device("cpu")

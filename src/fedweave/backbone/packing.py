@@ -23,6 +23,7 @@ from typing import cast
 import numpy as np
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from fedweave.kernels import to_device, triton
@@ -37,29 +38,29 @@ _REPEATING = [SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 class Blocks:
     """Sequences side by side for attention, right-padded to one length in every block."""
 
-    parts: list[tuple[torch.Tensor, int]]  # of each block the tokens [S·L] and L
-    real: torch.Tensor  # [T] where every token stands among all blocks' positions
+    parts: list[tuple[Tensor, int]]  # of each block the tokens [S·L] and L
+    real: Tensor  # [T] where every token stands among all blocks' positions
 
 
 @dataclass
 class Packed:
     """Token rows and the bookkeeping that attention and experts need; S sequences, T tokens, K lanes."""
 
-    ids: torch.Tensor  # [1, T]
-    positions: torch.Tensor  # [1, T]
-    sequence: torch.Tensor  # [T] which sequence a token belongs to
-    boundaries: torch.Tensor  # [S + 1] int32, cumulative lengths
+    ids: Tensor  # [1, T]
+    positions: Tensor  # [1, T]
+    sequence: Tensor  # [T] which sequence a token belongs to
+    boundaries: Tensor  # [S + 1] int32, cumulative lengths
     longest: int
     lanes: Lanes
     similar: Blocks | None = None  # where shapes may differ from batch to batch: on a CPU
-    tiles: torch.Tensor | None = None  # [n, 3] int32, where the kernel for short sequences attends: on CUDA
+    tiles: Tensor | None = None  # [n, 3] int32, where the kernel for short sequences attends: on CUDA
 
     @property
     def tokens(self) -> int:
         return self.ids.shape[1]
 
     @property
-    def starts(self) -> torch.Tensor:  # [S]
+    def starts(self) -> Tensor:  # [S]
         return self.boundaries[:-1]
 
     @classmethod
@@ -148,17 +149,17 @@ def token_budget_batches(lengths: Sequence[int], budget: int) -> list[list[int]]
 
 def packed_attention(
     module: torch.nn.Module,
-    query: torch.Tensor,  # [1, heads, T, D]
-    key: torch.Tensor,  # [1, kv_heads, T, D]
-    value: torch.Tensor,
-    attention_mask: torch.Tensor | None,
+    query: Tensor,  # [1, heads, T, D]
+    key: Tensor,  # [1, kv_heads, T, D]
+    value: Tensor,
+    attention_mask: Tensor | None,
     scaling: float | None = None,
     sliding_window: int | None = None,
     softcap: float | None = None,
     packed: Packed | None = None,
-    last: torch.Tensor | None = None,
+    last: Tensor | None = None,
     **kwargs: object,
-) -> tuple[torch.Tensor, None]:
+) -> tuple[Tensor, None]:
     """Causal attention within each packed sequence; returns [1, T, heads, D].
 
     With ``last`` [rows], the position of each row's newest token, it is one step of decoding instead: query
@@ -174,14 +175,14 @@ def packed_attention(
 
 
 def attend(
-    q: torch.Tensor,  # [T, heads, D]
-    k: torch.Tensor,  # [T, kv_heads, D]
-    v: torch.Tensor,
+    q: Tensor,  # [T, heads, D]
+    k: Tensor,  # [T, kv_heads, D]
+    v: Tensor,
     packed: Packed,
     scaling: float | None,
     sliding_window: int | None,
     softcap: float | None = None,
-) -> torch.Tensor:
+) -> Tensor:
     """Causal attention within each sequence, [T, heads, D]."""
     window = sliding_window if sliding_window and sliding_window < packed.longest else None
     scale = scaling if scaling is not None else q.shape[-1] ** -0.5
@@ -193,26 +194,26 @@ def attend(
 
 
 @cache
-def varlen() -> tuple[Callable[..., torch.Tensor], set[str]] | None:
+def varlen() -> tuple[Callable[..., Tensor], set[str]] | None:
     """torch's flash kernel for packed sequences (CUDA, torch >= 2.10) and the names of its arguments. Importing it
     takes seconds, so only those who use it do."""
     try:
         from torch.nn.attention.varlen import varlen_attn
     except ImportError:  # pragma: no cover - older torch
         return None
-    return cast("Callable[..., torch.Tensor]", varlen_attn), set(inspect.signature(varlen_attn).parameters)
+    return cast("Callable[..., Tensor]", varlen_attn), set(inspect.signature(varlen_attn).parameters)
 
 
 def _flash(
-    kernel: Callable[..., torch.Tensor],
+    kernel: Callable[..., Tensor],
     known: set[str],
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
     packed: Packed,
     scale: float,
     window: int | None,
-) -> torch.Tensor:
+) -> Tensor:
     options: dict[str, float | bool | tuple[int, int]] = {"scale": scale}
     if "window_size" in known:
         options["window_size"] = (window - 1 if window else -1, 0)
@@ -225,14 +226,8 @@ def _flash(
 
 
 def _padded(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    packed: Packed,
-    scale: float,
-    window: int | None,
-    softcap: float | None,
-) -> torch.Tensor:
+    q: Tensor, k: Tensor, v: Tensor, packed: Packed, scale: float, window: int | None, softcap: float | None
+) -> Tensor:
     blocks, outs = packed.blocks, []
     for index, length in blocks.parts:
         # [S, heads, L, D]
@@ -241,9 +236,7 @@ def _padded(
     return torch.cat(outs).index_select(0, blocks.real)  # [T, heads, D]
 
 
-def _causal(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, window: int | None, softcap: float | None
-) -> torch.Tensor:
+def _causal(q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None, softcap: float | None) -> Tensor:
     if window is None and softcap is None:
         return F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale, enable_gqa=True)
     steps = torch.arange(q.shape[2], device=q.device)
@@ -251,9 +244,7 @@ def _causal(
     return _capped(q, k, v, (distance < 0) | (distance >= (window or q.shape[2])), scale, softcap)
 
 
-def _capped(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, hidden: torch.Tensor, scale: float, softcap: float | None
-) -> torch.Tensor:
+def _capped(q: Tensor, k: Tensor, v: Tensor, hidden: Tensor, scale: float, softcap: float | None) -> Tensor:
     """Scores written out, for the soft-cap that fused kernels ignore; ``hidden`` marks keys out of sight."""
     groups = q.shape[1] // k.shape[1]
     k, v = (x.repeat_interleave(groups, dim=1) for x in (k, v))
@@ -264,14 +255,14 @@ def _capped(
 
 
 def _decode(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    last: torch.Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    last: Tensor,
     scaling: float | None,
     window: int | None,
     softcap: float | None,
-) -> torch.Tensor:
+) -> Tensor:
     distance = last[:, None] - torch.arange(key.shape[2], device=key.device)  # [rows, L]
     seen = distance >= 0
     if window:

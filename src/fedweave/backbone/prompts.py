@@ -11,6 +11,7 @@ Too long? The prompt's words lose tokens from their beginning; the template and 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, TypeVar
 
@@ -145,8 +146,8 @@ class PromptFormat:
             except LongAnswer:
                 raise LongAnswer(
                     f"{example.origin}: the answer has {len(answer)} tokens and leaves no room for its prompt "
-                    f"within backbone.max_length={self.max_length}; raise it, shorten the answer, or drop such "
-                    "rows with data.long_answers=skip."
+                    f"within backbone.max_length={self.max_length}; shorten it, drop such rows with "
+                    "data.long_answers=skip, or raise that length for a new run."
                 ) from None
             out.append(
                 Encoded(
@@ -156,6 +157,22 @@ class PromptFormat:
                 )
             )
         return out
+
+    def encode_fitting(
+        self, rows: Sequence[Example], long_answers: str, warn: Callable[[str], None]
+    ) -> tuple[list[Example], list[Encoded]]:
+        """(rows, their tokens), where an answer that leaves no room is an error, or drops its row."""
+        try:
+            return list(rows), self.encode(rows)
+        except LongAnswer:
+            if long_answers == "error":
+                raise
+        kept = []
+        for row in rows:
+            with suppress(LongAnswer):
+                kept.append((row, self.encode([row])[0]))
+        warn(f"{len(rows) - len(kept)} rows were dropped because their answers leave no room for a prompt.")
+        return [row for row, _ in kept], [encoded for _, encoded in kept]
 
     def sizes(self, examples: Sequence[Example]) -> list[tuple[int, int]]:
         """Tokens of each rendered prompt and of its answer with nothing cut, counted without looking at them."""

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from fedweave.config import Config
+from fedweave.description.record import Experts, title
+from fedweave.description.text import short
 from fedweave.inference.model import FedWeaveModel
 from fedweave.schema import Description, Summary, ValidationEvent
 
@@ -23,7 +26,7 @@ class Origin:
     validation: ValidationEvent | None  # of that round, where one was measured
 
 
-def model_card(model: FedWeaveModel, origin: Origin) -> str:
+def model_card(model: FedWeaveModel, origin: Origin, told: Experts | None = None) -> str:
     config, layout = origin.config, model.mixture.layout
     shared = f", each with the shared adapter of rank {layout.shared} in it," if layout.shared else ""
     lines = [
@@ -34,6 +37,7 @@ def model_card(model: FedWeaveModel, origin: Origin) -> str:
         f"federated learning (method `{config.method}`, {origin.clients} clients, round {origin.round}), and a "
         "router that picks an expert for every prompt.",
         "",
+        *(_experts(told) if told else []),
         *_data(origin),
         *_results(origin, model.backbone.note),
         *_privacy(config),
@@ -76,12 +80,12 @@ def merged_card(description: Description, expert: int, prompt: str) -> str:
     return "\n".join(lines)
 
 
-def vllm_command(model: str, experts: int, rank: int, path: str = "PATH") -> str:
+def vllm_command(model: str, adapters: Sequence[str], rank: int, path: str = "PATH") -> str:
     """The command that serves all experts by name; the rank it is told must be one that vLLM allows."""
     allowed = next((r for r in _VLLM_RANKS if r >= rank), rank)
-    modules = " ".join(f"expert_{m}={path}/expert_{m}" for m in range(experts))
+    modules, count = " ".join(f"{name}={path}/{name}" for name in adapters), len(adapters)
     return (
-        f"vllm serve {model} --enable-lora --max-loras {experts} --max-lora-rank {allowed} --lora-modules {modules}"
+        f"vllm serve {model} --enable-lora --max-loras {count} --max-lora-rank {allowed} --lora-modules {modules}"
     )
 
 
@@ -95,6 +99,26 @@ def _head(model: str, library: str) -> list[str]:
         "---",
         "",
     ]
+
+
+def _experts(told: Experts) -> list[str]:
+    """What each expert is, as far as the exporter chose to tell."""
+    lines = ["## Experts", "", f"By the router's choice for {told['source']}.", "",
+             "| expert | share | words that set its prompts apart |", "|---|---|---|"]  # fmt: skip
+    for m, expert in enumerate(told["experts"]):
+        words = ", ".join(map(_plain, expert["words"])) or "–"
+        lines.append(f"| {_plain(title(told, m))} | {expert['share']:.0%} | {words} |")
+    lines.append("")
+    for m, expert in enumerate(told["experts"]):
+        if expert.get("typical"):
+            lines += [f"{_plain(title(told, m))}, typical prompts:", ""]
+            lines += [*(f"- {_plain(prompt)}" for prompt in expert["typical"]), ""]
+    return lines
+
+
+def _plain(text: str) -> str:
+    """Somebody's words within Markdown, as words."""
+    return re.sub(r"([\\`*_\[\]<>|#])", r"\\\1", short(text))
 
 
 def _data(origin: Origin) -> list[str]:
@@ -125,7 +149,10 @@ def _results(origin: Origin, note: str) -> list[str]:
         return [*(_sites(measured) if measured and "sites" in measured else []), *remarks]
     used, scores = best["used"], best.get("score", {})
     lines = ["## Test", "", f"| task | score | loss ({used}) |", "|---|---|---|"]
-    for task, loss in best["loss"][used].items():
+    losses = best["loss"][used]
+    for task, loss in losses.items():
+        if task == "macro" and len(losses) == 2:  # the mean of one task is that task
+            continue
         score = f"{scores[task]:.3f}" if task in scores else "–"
         lines.append(f"| {summary['tasks'].get(task, 'macro average')} | {score} | {loss:.3f} |")
     experts = range(summary["experts"])
@@ -177,7 +204,7 @@ def _loading(config: Config, model: FedWeaveModel) -> list[str]:
         "All experts in vLLM, chosen by name, or by the router with `fedweave serve PATH --upstream URL` in front:",
         "",
         "```bash",
-        vllm_command(config.backbone.model, layout.experts, layout.rank + layout.shared),
+        vllm_command(config.backbone.model, model.experts.adapter_names, layout.rank + layout.shared),
         "```",
         "",
     ]

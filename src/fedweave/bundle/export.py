@@ -1,7 +1,8 @@
 """Write a model for others: a bundle, one dense model, or one adapter for a fixed mixture.
 
 DIR/README.md                  model card
-    fedweave.json              what the router needs to know, and a checksum of every file
+    experts.json               what each expert is, where that was asked for
+    fedweave.json              what the router needs to know, and a checksum of every file but the card
     router.safetensors
     expert_0/adapter_config.json, adapter_model.safetensors      loads with plain PEFT and vLLM
     expert_1/…
@@ -11,29 +12,32 @@ Whatever is written is loaded back through PEFT and compared with the trained ex
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import asdict
 from pathlib import Path
+from typing import cast
 
 import torch
 from safetensors.torch import save_file
 
 from fedweave.bundle.adapter import check_adapter, compare, probe, write_adapter
 from fedweave.bundle.card import Origin, merged_card, model_card, soft_card
+from fedweave.description.record import Experts, write_experts
 from fedweave.errors import UserError
 from fedweave.files import atomic_folder, file_sha256
 from fedweave.inference.model import FedWeaveModel
-from fedweave.router.mlp import RouterLayout
+from fedweave.json_files import write_json
+from fedweave.router.routed import SHARED
 from fedweave.schema import Description, RouterShape
 from fedweave.settings import to_tree
 
 SCHEMA = 1
 
 
-def write_bundle(target: Path, model: FedWeaveModel, origin: Origin) -> Description:
-    """A model as a bundle; returns what fedweave.json holds."""
+def write_bundle(target: Path, model: FedWeaveModel, origin: Origin, told: Experts | None = None) -> Description:
+    """A model as a bundle, with what is ``told`` of its experts; returns what fedweave.json holds."""
     description = describe(model, origin)
     layout = model.mixture.layout
     with _new_folder(target) as partial:
@@ -41,12 +45,18 @@ def write_bundle(target: Path, model: FedWeaveModel, origin: Origin) -> Descript
             folder = partial / f"expert_{m}"
             write_adapter(folder, layout.named(model.theta.cpu(), m), description)
             check_adapter(folder, model, _only(m, layout.experts))
+        if SHARED in model.experts.adapter_names:
+            nobody = torch.zeros(layout.experts)
+            write_adapter(partial / SHARED, layout.mixed(model.theta.cpu(), nobody, ()), description)
+            check_adapter(partial / SHARED, model, nobody)
         _write_router(partial, model)
-        (partial / "README.md").write_text(model_card(model, origin), encoding="utf-8")
+        if told is not None:
+            write_experts(partial, told)
         description["files"] = {
             str(p.relative_to(partial)): file_sha256(p) for p in sorted(partial.rglob("*")) if p.is_file()
         }
-        (partial / "fedweave.json").write_text(json.dumps(description, indent=1), encoding="utf-8")
+        (partial / "README.md").write_text(model_card(model, origin, told), encoding="utf-8")
+        write_json(partial / "fedweave.json", description)
     return description
 
 
@@ -108,9 +118,10 @@ def describe(model: FedWeaveModel, origin: Origin) -> Description:
         "shared": layout.shared,
         "alpha": config.experts.alpha,
         "target_modules": list(config.experts.target_modules),
-        "router": _shape(model.experts.router) if model.experts.router else None,
+        "router": cast(RouterShape, asdict(model.experts.router)) if model.experts.router else None,
         "shares": model.experts.shares,
         "feature": "mean over prompt tokens of the bare backbone's last hidden states, after the final norm",
+        "files": {},
     }
 
 
@@ -118,10 +129,6 @@ def require_new(target: Path) -> None:
     """What exists is never written over; worth a look before a model is loaded."""
     if target.exists():
         raise UserError(f"{target} exists; choose another folder.")
-
-
-def _shape(router: RouterLayout) -> RouterShape:
-    return {"width": router.width, "hidden": router.hidden, "experts": router.experts, "scale": router.scale}
 
 
 @contextmanager

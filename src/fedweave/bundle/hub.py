@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from fedweave.bundle.load import verify_bundle
+from fedweave.bundle.load import CARD, verify_bundle
 from fedweave.errors import UserError, first_line
 
 _SCHEME = "hf:"
@@ -30,7 +30,7 @@ def push_bundle(folder: Path, repository: str, private: bool = False) -> str:
         api.upload_folder(
             repo_id=repository,
             folder_path=folder,
-            allow_patterns=["fedweave.json", *description["files"]],
+            allow_patterns=["fedweave.json", CARD, *description["files"]],
             commit_message=f"FedWeave bundle of round {description['round']}",
         )
     return str(url)

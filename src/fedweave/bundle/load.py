@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import torch
@@ -15,10 +14,13 @@ from fedweave.experts.layout import AdapterLayout
 from fedweave.experts.mixture import Mixture
 from fedweave.files import file_sha256
 from fedweave.inference.model import FedWeaveModel
+from fedweave.json_files import read_json
 from fedweave.router.mlp import RouterLayout
 from fedweave.router.routed import RoutedExperts
 from fedweave.schema import Description
 from fedweave.settings import build
+
+CARD = "README.md"
 
 
 def is_bundle(folder: Path) -> bool:
@@ -36,14 +38,15 @@ def load_bundle(folder: Path, model: str | None = None, device: str = "auto") ->
 
 def verify_bundle(folder: Path) -> Description:
     """What fedweave.json says, once every file that it lists is there and unchanged."""
-    try:
-        description: Description = json.loads((folder / "fedweave.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise UserError(f"{folder} is no bundle: fedweave.json cannot be read ({error}).") from None
-    if not isinstance(description, dict) or description.get("schema") != 1:
+    description = read_json(folder / "fedweave.json", Description, "copy or download the bundle again")
+    if description is None:
+        raise UserError(f"{folder} is no bundle: it has no fedweave.json.")
+    if description["schema"] != 1:
         raise UserError(f"{folder}: fedweave.json has a schema that this version does not know; update fedweave.")
     for name, checksum in description["files"].items():
         path = folder / name
+        if name == CARD:
+            continue  # it is for people, who may edit it
         if not path.is_file():
             raise UserError(f"the bundle {folder} lacks {name}; copy or download it again.")
         if file_sha256(path) != checksum:

@@ -7,16 +7,21 @@ from __future__ import annotations
 
 import argparse
 import os
+import re
+import signal
 import sys
-from collections.abc import Sequence
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 import fedweave
-from fedweave.cli import analyse, check, deliver, deploy, look, show, train, use
+from fedweave.cli import analyse, check, deliver, deploy, explain, look, show, train, use
 from fedweave.cli.verbs import Verbs
 from fedweave.console import Console
 from fedweave.errors import UserError
+from fedweave.settings import environment_number
 
-FAMILIES = (train, check, deploy, use, deliver, show, analyse, look)
+FAMILIES = (train, check, deploy, use, explain, deliver, show, analyse, look)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -27,19 +32,49 @@ def main(argv: Sequence[str] | None = None) -> int:
         arguments.overrides += extra
     elif extra:
         parser.error(f"unrecognized arguments: {' '.join(extra)}")
-    console = Console(quiet=getattr(arguments, "quiet", False) or int(os.environ.get("RANK", 0)) > 0)
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "true")
     try:
-        return arguments.run(arguments, console) or 0
+        with _terminated_like_interrupted():
+            console = Console(quiet=getattr(arguments, "quiet", False) or environment_number("RANK", 0) > 0)
+            return arguments.run(arguments, console) or 0
     except UserError as error:
-        print(f"fedweave: {error}", file=sys.stderr)
-        return 2
-    except KeyboardInterrupt:
-        print("fedweave: interrupted; `fedweave resume RUN` goes on from the last checkpoint.", file=sys.stderr)
+        return _complain(str(error))
+    except KeyboardInterrupt as interrupt:
+        _complain("; ".join(["interrupted", *map(str, interrupt.args)]) + ".")
         return 130
     except BrokenPipeError:  # `fedweave … | head`
         sys.stderr.close()
         return 0
+    except OSError as error:  # a file or folder that cannot be read or written, wherever it is
+        if error.filename is None or error.strerror is None:
+            raise
+        return _complain(f"{error.filename} cannot be used: {error.strerror}.")
+    except (MemoryError, RuntimeError) as error:
+        if not isinstance(error, MemoryError) and not re.search("out of memory|can't allocate memory", str(error)):
+            raise
+        return _complain(
+            "there is not enough memory for this; ask for less at a time: smaller batches, shorter answers, lower "
+            "ranks."
+        )
+
+
+def _complain(sentence: str) -> int:
+    shown = "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in sentence)
+    print(f"fedweave: {shown}", file=sys.stderr)
+    return 2
+
+
+@contextmanager
+def _terminated_like_interrupted() -> Iterator[None]:
+    """SIGTERM, which queues and containers send, ends a command as Ctrl-C does."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -6,8 +6,9 @@ import argparse
 import os
 from pathlib import Path
 
-from fedweave.cli.verbs import Verbs, last
+from fedweave.cli.verbs import Verbs, checkpoint, last
 from fedweave.console import Console
+from fedweave.description.record import LEVELS
 from fedweave.errors import UserError
 
 
@@ -22,7 +23,9 @@ def register(verbs: Verbs) -> None:
         metavar="WEIGHTS",
         help="instead: one adapter for a fixed mixture, as in 0.5,0.3,0.2",
     )
+    telling(export, "the bundle and its card tell")
     last(export)
+    checkpoint(export)
     push = verbs.add("push", _push, "Upload a bundle to a repository of the Hugging Face hub.")
     push.add_argument("bundle", type=Path, help="the bundle's folder")
     push.add_argument("repository", help="owner/name; made when it does not exist")
@@ -40,11 +43,19 @@ def register(verbs: Verbs) -> None:
         "--upstream", metavar="URL", help="only route, and let this server answer, which has the experts"
     )
     serve.add_argument("--upstream-key", help="its key (default: the environment's FEDWEAVE_UPSTREAM_KEY)")
-    serve.add_argument(
-        "--backbone", metavar="MODEL", help="where a bundle's backbone lies, if elsewhere than trained"
-    )
+    serve.add_argument("--backbone", metavar="MODEL", help="where the backbone lies, if elsewhere than trained")
     serve.add_argument("--device", default="auto", help="auto, cpu, cuda or cuda:N")
+    telling(serve, "the page of a served run tells (a bundle's: what it was exported with)")
     last(serve)
+    checkpoint(serve)
+
+
+def telling(parser: argparse.ArgumentParser, who: str) -> None:
+    parser.add_argument(
+        "--describe",
+        choices=LEVELS,
+        help=f"what {who} of each expert: words that set its prompts apart, or also prompts and answers from it",
+    )
 
 
 def _weights(text: str) -> list[float]:
@@ -57,15 +68,17 @@ def _weights(text: str) -> list[float]:
 def _export(arguments: argparse.Namespace, console: Console) -> None:
     from fedweave.runs.use import export_merged, export_run, export_soft
 
-    source, target = arguments.folder, arguments.target
+    source, target, which = arguments.folder, arguments.target, (arguments.last, arguments.checkpoint)
+    if arguments.describe and (arguments.merge is not None or arguments.soft is not None):
+        raise UserError("--describe is for bundles: one adapter or one dense model has no experts to describe.")
     if arguments.merge is not None:
-        export_merged(source, target, arguments.merge, arguments.last)
+        export_merged(source, target, arguments.merge, *which)
         console.say(f"{target}: a dense model with expert {arguments.merge}; its logits are those of the expert.")
     elif arguments.soft is not None:
-        export_soft(source, target, _weights(arguments.soft), arguments.last)
+        export_soft(source, target, _weights(arguments.soft), *which)
         console.say(f"{target}: one adapter for the mixture; PEFT gives the same logits with it.")
     else:
-        written = export_run(source, target, arguments.last)
+        written = export_run(source, target, *which, arguments.describe)
         experts, rounds = written["experts"], written["round"]
         router = ", and their router" if written["router"] else ""
         console.say(f"{target}: {experts} experts of round {rounds}{router}; PEFT gives the same logits with each.")
@@ -78,7 +91,7 @@ def _push(arguments: argparse.Namespace, console: Console) -> None:
 
 
 def _serve(arguments: argparse.Namespace, console: Console) -> None:
-    from fedweave.runs.use import load
+    from fedweave.runs.use import load, told_experts
 
     try:
         from fedweave.serving.jobs import Limits
@@ -99,7 +112,8 @@ def _serve(arguments: argparse.Namespace, console: Console) -> None:
         key=arguments.api_key or os.environ.get("FEDWEAVE_API_KEY"),
         upstream=arguments.upstream,
         upstream_key=arguments.upstream_key or os.environ.get("FEDWEAVE_UPSTREAM_KEY"),
+        told=told_experts(arguments.folder, arguments.describe),
     )
     limits = Limits(arguments.max_batch, arguments.max_queue, arguments.max_new_tokens, arguments.max_body)
-    where = {"last": arguments.last, "model": arguments.backbone, "device": arguments.device}
-    serve(lambda: load(arguments.folder, **where), settings, limits, console)
+    where = {"last": arguments.last, "checkpoint": arguments.checkpoint, "device": arguments.device}
+    serve(lambda: load(arguments.folder, model=arguments.backbone, **where), settings, limits, console)

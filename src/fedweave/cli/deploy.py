@@ -6,7 +6,7 @@ import argparse
 import os
 from pathlib import Path
 
-from fedweave.cli.verbs import Verbs, overrides, quiet
+from fedweave.cli.verbs import Verbs, checkpoint, overrides, quiet
 from fedweave.config import load_config
 from fedweave.console import Console
 from fedweave.errors import UserError
@@ -17,6 +17,7 @@ def register(verbs: Verbs) -> None:
     server.add_argument("recipe", nargs="?", help="a recipe's name or a YAML file")
     overrides(server)
     server.add_argument("--resume", type=Path, metavar="RUN", help="continue this run folder instead")
+    checkpoint(server)
     server.add_argument("--superlink", default="127.0.0.1:8000", help="host and port of the SuperLink")
     server.add_argument("--root-certificates", type=Path, help="who signed the SuperLink's certificate")
     server.add_argument("--secret", type=Path, help="the file that the SuperLink was given for its ServerApps")
@@ -52,7 +53,7 @@ def _federate(arguments: argparse.Namespace, console: Console) -> None:
         arguments.superlink, None if arguments.insecure else arguments.root_certificates, arguments.secret
     )
     if arguments.resume:
-        deploy.resume(arguments.resume, arguments.overrides, runtime, console)
+        deploy.resume(arguments.resume, arguments.overrides, runtime, console, arguments.checkpoint)
         return
     if not arguments.recipe:
         raise UserError("name a recipe, or a run to continue with --resume.")

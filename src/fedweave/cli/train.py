@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from fedweave.cli.verbs import Verbs, overrides, quiet, with_environment
+from fedweave.cli.verbs import Verbs, checkpoint, overrides, quiet, with_environment
 from fedweave.config import load_config
 from fedweave.console import Console
 
@@ -18,6 +18,7 @@ def register(verbs: Verbs) -> None:
     resume = verbs.add("resume", _resume, "Continue an interrupted run from its last checkpoint.")
     resume.add_argument("folder", type=Path, help="the run folder")
     overrides(resume)
+    checkpoint(resume)
     quiet(resume)
     compare = verbs.add(
         "compare", _compare, "Run a grid: fedweave compare benchmark method=fedit,fedweave seed=42,43,44"
@@ -58,7 +59,7 @@ def _free_folder(parent: Path, name: str) -> Path:
 def _resume(arguments: argparse.Namespace, console: Console) -> None:
     from fedweave.runs.run import resume
 
-    resume(arguments.folder, arguments.overrides, console)
+    resume(arguments.folder, arguments.overrides, console, checkpoint=arguments.checkpoint)
 
 
 def _compare(arguments: argparse.Namespace, console: Console) -> None:

@@ -5,22 +5,36 @@ from __future__ import annotations
 import argparse
 import sys
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from fedweave.cli.verbs import Verbs, last, overrides, quiet
+from fedweave.cli.rows import output, require_target, write_rows
+from fedweave.cli.verbs import Verbs, checkpoint, last, overrides, quiet
 from fedweave.console import Console
 from fedweave.errors import UserError
+from fedweave.schema import Prediction
+
+if TYPE_CHECKING:
+    from fedweave.data.examples import Prompt
+    from fedweave.data.files import Row
 
 
 def register(verbs: Verbs) -> None:
-    evaluate = verbs.add("evaluate", _evaluate, "Test a model, on its own test set or on a JSONL file.")
+    evaluate = verbs.add("evaluate", _evaluate, "Test a model, on its own test set or on a file of rows.")
     evaluate.add_argument("folder", type=Path, help="a run folder, or a bundle with --data")
     overrides(evaluate)
-    evaluate.add_argument("--data", type=Path, help="a JSONL file of prompt/response or messages rows")
+    evaluate.add_argument("--data", type=Path, help="a file of prompt/response or messages rows")
+    output(evaluate, "every row with its answer, score, loss and router weights")
     last(evaluate)
+    checkpoint(evaluate)
     quiet(evaluate)
     generate = verbs.add("generate", _generate, "Answer prompts with a model (from standard input when none).")
     generate.add_argument("folder", type=Path, help="a run folder or a bundle")
     generate.add_argument("prompts", nargs="*", help="prompts; standard input gives one per line")
+    generate.add_argument(
+        "--data", type=Path, help="a file of rows to answer: prompts, with system or not, or chats"
+    )
+    generate.add_argument("--system", metavar="TEXT", help="a system prompt for rows that have none")
+    output(generate, "every row with its answer, expert and router weights")
     generate.add_argument("--routing", choices=["sparse", "soft", "top2", "top3", "top4"], default="sparse")
     generate.add_argument("--max-new-tokens", type=int, default=64)
     generate.add_argument("--temperature", type=float, help="draw answers at this temperature; greedy without it")
@@ -28,21 +42,28 @@ def register(verbs: Verbs) -> None:
     generate.add_argument("--seed", type=int, help="with --temperature: repeat the same draw")
     generate.add_argument("--stop", action="append", metavar="TEXT", help="end an answer before this text")
     last(generate)
+    checkpoint(generate)
 
 
 def _evaluate(arguments: argparse.Namespace, console: Console) -> None:
     from fedweave.runs.use import evaluate
 
-    print(evaluate(arguments.folder, arguments.overrides, arguments.data, arguments.last, console))
+    require_target(arguments.output)
+    rows: list[Prediction] = []
+    where = arguments.folder, arguments.overrides, arguments.data, arguments.last
+    print(evaluate(*where, console, arguments.checkpoint, rows))
+    if arguments.output:
+        write_rows(arguments.output, rows)
+        console.say(f"{arguments.output}: {len(rows)} rows.")
 
 
 def _generate(arguments: argparse.Namespace, console: Console) -> None:
     from fedweave.inference.sampling import Sampling
     from fedweave.runs.use import load
 
-    prompts = arguments.prompts or [line.rstrip("\n") for line in sys.stdin if line.strip()]
-    if not prompts or not all(p.strip() for p in prompts):
-        raise UserError("there is no prompt; give one in quotes, or one per line on standard input.")
+    for name in ("top_p", "seed"):
+        if getattr(arguments, name) is not None and arguments.temperature is None:
+            raise UserError(f"--{name.replace('_', '-')} has no effect without --temperature; add --temperature 1.")
     options = {
         "max_new_tokens": arguments.max_new_tokens,
         "do_sample": arguments.temperature is not None,
@@ -52,8 +73,52 @@ def _generate(arguments: argparse.Namespace, console: Console) -> None:
         "stop_strings": arguments.stop,
     }
     Sampling.of(options)  # complain before the model loads
-    model = load(arguments.folder, last=arguments.last)
-    for prompt, answer in zip(prompts, model.generate(prompts, arguments.routing, **options), strict=True):
+    require_target(arguments.output)
+    rows = _asked(arguments)
+    model = load(arguments.folder, last=arguments.last, checkpoint=arguments.checkpoint)
+    prompts = [prompt for _, prompt in rows]
+    bar = console.progress("answers", len(rows), "prompts") if arguments.data else None
+    answers = model.generate(prompts, arguments.routing, bar, **options)
+    if bar:
+        bar.close()
+    if arguments.output:
+        said = [
+            {**row, "answer": a.text, "expert": a.expert, "weights": a.weights, "ended": a.ended}
+            for (row, _), a in zip(rows, answers, strict=True)
+        ]
+        write_rows(arguments.output, said)
+        console.say(f"{arguments.output}: {len(said)} answers.")
+        return
+    for prompt, answer in zip(prompts, answers, strict=True):
+        asked = prompt if isinstance(prompt, str) else prompt[-1]["content"]
         bars = "  ".join(f"{m}:{w:.2f}" for m, w in enumerate(answer.weights))
-        console.say(f"[{prompt}]  expert {answer.expert}  ({bars})")
+        console.say(f"[{asked}]  expert {answer.expert}  ({bars})")
         print(answer.text)
+
+
+def _asked(arguments: argparse.Namespace) -> list[tuple[Row, Prompt]]:
+    """What is to be answered: rows as they will be written, and their prompts."""
+    from fedweave.data.files import find_path
+    from fedweave.data.own import read_prompts
+    from fedweave.data.rows import with_system
+    from fedweave.runs.use import row_fields
+
+    rows: list[tuple[Row, Prompt]]
+    if arguments.data:
+        if arguments.prompts:
+            raise UserError("prompts stand either in --data or on the command line, not in both.")
+        rows = read_prompts(find_path(str(arguments.data), "--data "), row_fields(arguments.folder))
+    else:
+        lines = arguments.prompts or [line.rstrip("\n") for line in sys.stdin if line.strip()]
+        if not lines or not all(p.strip() for p in lines):
+            raise UserError("there is no prompt; give one in quotes, or one per line on standard input.")
+        rows = [({"prompt": p}, p) for p in lines]
+    if (system := arguments.system) is None:
+        return rows
+    if not system.strip():
+        raise UserError("--system is empty; leave it out.")
+    return [(row, with_system(system, p) if isinstance(p, str) else _led(system, p)) for row, p in rows]
+
+
+def _led(system: str, chat: tuple[dict[str, str], ...]) -> Prompt:
+    return chat if chat[0]["role"] == "system" else ({"role": "system", "content": system}, *chat)

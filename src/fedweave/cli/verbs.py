@@ -8,6 +8,7 @@ import shlex
 from collections.abc import Callable
 
 from fedweave.console import Console
+from fedweave.errors import UserError, first_line
 
 Run = Callable[[argparse.Namespace, Console], int | None]  # the exit code, where it is not 0
 
@@ -33,11 +34,23 @@ def overrides(parser: argparse.ArgumentParser) -> None:
 
 def with_environment(typed: list[str]) -> list[str]:
     """Settings of this machine from FEDWEAVE_OVERRIDES ("key=value …"), then what was typed, which wins."""
-    return [*shlex.split(os.environ.get("FEDWEAVE_OVERRIDES", "")), *typed]
+    text = os.environ.get("FEDWEAVE_OVERRIDES", "")
+    try:
+        return [*shlex.split(text), *typed]
+    except ValueError as error:
+        raise UserError(
+            f"FEDWEAVE_OVERRIDES={text!r} cannot be split into settings: {first_line(error)}."
+        ) from None
 
 
 def quiet(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--quiet", action="store_true", help="no progress, no table")
+
+
+def checkpoint(parser: argparse._ActionsContainer) -> None:
+    parser.add_argument(
+        "--checkpoint", type=int, metavar="ROUND", help="the run as it stood after this round, if it is still kept"
+    )
 
 
 def last(parser: argparse._ActionsContainer) -> None:

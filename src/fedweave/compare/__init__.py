@@ -1,7 +1,5 @@
 """Comparisons: grids of runs and their tables."""
 
-from __future__ import annotations
-
 import json
 import os
 from collections.abc import Sequence
@@ -36,7 +34,10 @@ def compare(
     comparisons = {name: load_comparison(name, overrides, best_of) for name in names}
     folders = dict(zip(names, outputs, strict=True))
     grids = {name: cells(comparison, folders[name]) for name, comparison in comparisons.items()}
-    outcomes = Runner(grids, console, minutes).run()
+    try:
+        outcomes = Runner(grids, console, minutes).run()
+    except KeyboardInterrupt:
+        raise KeyboardInterrupt("the same command goes on with the cells that are left") from None
     left = sum(len(outcome.left) for outcome in outcomes.values())
     texts = []
     if processes is None or processes.rank == 0:  # the first process writes the tables

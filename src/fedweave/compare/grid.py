@@ -7,8 +7,6 @@ never run again, not even where several comparisons share it, and an interrupted
 most the round that was under way.
 """
 
-from __future__ import annotations
-
 import json
 import time
 import traceback
@@ -20,7 +18,8 @@ from typing import Any
 from fedweave.config import RECIPES, Config, load_config, recipe_names
 from fedweave.console import Console
 from fedweave.errors import UserError, nearest
-from fedweave.runs.reading import read_json
+from fedweave.files import read_text
+from fedweave.json_files import read_json
 from fedweave.runs.run import resume, start
 from fedweave.runs.workspace import Kept
 from fedweave.schema import ConfigTree, Summary
@@ -34,8 +33,6 @@ _KEYS = ["like", "recipe", "axes", "set", "per", "best_of", "tables"]
 
 @dataclass
 class Comparison:
-    """What to run."""
-
     recipe: str
     axes: dict[str, list[object]]  # config key -> values
     settings: list[str] = field(default_factory=list)  # overrides of every cell
@@ -47,8 +44,6 @@ class Comparison:
 
 @dataclass
 class Cell:
-    """One run of the grid."""
-
     values: dict[str, object]  # axis -> value
     config: Config
     folder: Path
@@ -65,17 +60,12 @@ class Cell:
     @property
     def finished(self) -> Summary | None:
         """The summary of a finished run of exactly this config."""
-        summary: Summary | None = read_json(self.folder / "summary.json")
+        summary = read_json(self.folder / "summary.json", Summary)
         return summary if summary and _identity(summary["config"]) == self.identity else None
 
 
 def _identity(config: ConfigTree) -> str:
     return json.dumps({**config, "output": None}, sort_keys=True)
-
-
-def _turn_of_seed(cell: Cell, grid: Sequence[Cell]) -> int:
-    """0 for the grid's first seed, 1 for its second …"""
-    return list(dict.fromkeys(other.config.seed for other in grid)).index(cell.config.seed)
 
 
 def comparison_names() -> list[str]:
@@ -125,7 +115,7 @@ def load_comparison(name: str, overrides: Sequence[str], best_of: str | None) ->
 def _read(name: str) -> dict[str, Any]:
     """The file of a comparison, with what it takes from the one that it is like; a recipe is one without axes."""
     path = Path(name) if name.endswith((".yaml", ".yml")) else COMPARISONS / f"{name}.yaml"
-    tree: dict[str, Any] = read_yaml(path.read_text(encoding="utf-8"), str(path)) if path.is_file() else {}
+    tree: dict[str, Any] = read_yaml(read_text(path), str(path)) if path.is_file() else {}
     if not {"axes", "like"} & set(tree):  # not a comparison: an ordinary recipe
         if not path.is_file() and name not in recipe_names():
             hint = nearest(name, [*comparison_names(), *recipe_names()])
@@ -183,8 +173,6 @@ def _combinations(
 
 @dataclass
 class Outcome:
-    """What became of a grid."""
-
     finished: list[tuple[Cell, Summary]] = field(default_factory=list)
     folders: list[Path] = field(default_factory=list)  # of the finished; may be another grid's
     failures: list[str] = field(default_factory=list)  # a sentence each
@@ -211,10 +199,9 @@ class Runner:
     def run(self) -> dict[str, Outcome]:
         """What became of every grid, by its name."""
         grids = self.grids
-        turns = sorted(
-            ((name, cell) for name, grid in grids.items() for cell in grid),
-            key=lambda turn: _turn_of_seed(turn[1], grids[turn[0]]),
-        )
+        seeds = {name: list(dict.fromkeys(cell.config.seed for cell in grid)) for name, grid in grids.items()}
+        turns = [(name, cell) for name, grid in grids.items() for cell in grid]
+        turns.sort(key=lambda turn: seeds[turn[0]].index(turn[1].config.seed))  # all first seeds, all second …
         outcomes = {name: Outcome() for name in grids}
         for number, (name, cell) in enumerate(turns, start=1):
             known = self._known.get(cell.identity)

@@ -15,7 +15,7 @@ from fedweave.compare.grid import Cell
 from fedweave.config import Config
 from fedweave.errors import UserError
 from fedweave.files import write_atomic
-from fedweave.runs.reading import read_json
+from fedweave.json_files import read_json
 from fedweave.runs.text import FEW_TASKS
 from fedweave.schema import Summary
 from fedweave.settings import flatten, to_tree
@@ -31,8 +31,8 @@ _PLACES = (
 
 def read_record(path: Path) -> dict[str, Any]:
     """What the file holds so far."""
-    record: dict[str, Any] = read_json(path) or {"cells": {}}
-    if not isinstance(record, dict) or not isinstance(record.get("cells"), dict):
+    record: dict[str, Any] = read_json(path, dict) or {"cells": {}}
+    if not isinstance(record.get("cells"), dict):
         raise UserError(f"--record {path} is no file of cells; name another.")
     return record
 

@@ -33,7 +33,6 @@ class Figure:
         return list(self.by_seed.values())
 
     def over(self, seeds: Sequence[int]) -> list[float]:
-        """Its values for these seeds."""
         return [self.by_seed[seed] for seed in seeds if seed in self.by_seed]
 
     @property
@@ -155,10 +154,7 @@ def _figures(summary: Summary) -> dict[str, float]:
         figures["unseen-loss macro"] = unseen["loss"][unseen["used"]]["macro"]
     for prefix, audit in (("", summary["audit"]), ("kind-", summary.get("kind_audit"))):
         for level, found in (("local", audit["local"]), ("global", audit["global"])) if audit else ():
-            figures |= {
-                f"{prefix}purity {level}": found["purity"], f"{prefix}nmi {level}": found["nmi"],
-                f"{prefix}ari {level}": found["ari"],
-            }  # fmt: skip
+            figures |= {f"{prefix}{name} {level}": x for name, x in found.items() if isinstance(x, float)}
     if best and (decided := best.get("decided")):
         figures |= {"decided mean": float(np.mean(list(decided.values()))), "decided least": min(decided.values())}
     figures["validation loss"] = summary["validation"]["best_loss"]
@@ -248,15 +244,11 @@ def holm(tests: dict[Row, float]) -> dict[Row, float]:
 
 
 def _markdown_table(results: Results, columns: list[str]) -> str:
-    ranks = {c: results.ranks(c) for c in columns}
     header = [*results.axes, "seeds", "trained parameters", *(results.title(c) for c in columns)]
     lines = ["| " + " | ".join(header) + " |", "|" + "---|" * len(header)]
-    for row, figures in results.rows.items():
-        mark = " †" if row in results.bounds else ""
-        cells = [*row, str(len(results.seeds[row])), _millions(results.parameters[row])]
-        cells[0] += mark
-        for c in columns:
-            cells.append(_decorate(figures.get(c), ranks[c].get(row), "**{}**", "<u>{}</u>", " ± "))
+    for row, shown in _cells(results, columns, "**{}**", "<u>{}</u>", " ± ").items():
+        cells = [*row, str(len(results.seeds[row])), _millions(results.parameters[row]), *shown]
+        cells[0] += " †" if row in results.bounds else ""
         lines.append("| " + " | ".join(cells) + " |")
     return "\n".join(lines)
 
@@ -269,33 +261,33 @@ def _millions(counts: Sequence[int]) -> str:
 def latex(results: Results) -> str:
     """The paper's Table 1 layout: a booktabs tabular of all score and loss columns."""
     columns = [c for c in results.shown if c.startswith(("score", "loss", "unseen"))]
-    ranks = {c: results.ranks(c) for c in columns}
     header = " & ".join([*results.axes, *(results.title(c) for c in columns)])
     lines = [rf"\begin{{tabular}}{{{'l' * len(results.axes)}{'c' * len(columns)}}}", r"\toprule", header + r" \\",
              r"\midrule"]  # fmt: skip
-    for row, figures in results.rows.items():
-        cells = [
-            _decorate(
-                figures.get(c), ranks[c].get(row), r"\textbf{{{}}}", r"\underline{{{}}}", r"{\scriptsize$\pm$}"
-            )
-            for c in columns
-        ]
+    shown = _cells(results, columns, r"\textbf{{{}}}", r"\underline{{{}}}", r"{\scriptsize$\pm$}")
+    for row, cells in shown.items():
         names = [r.replace("_", r"\_") for r in row]
         names[-1:] = [f"{names[-1]}$^\\dagger$"] if row in results.bounds else names[-1:]
         lines.append(" & ".join([*names, *cells]) + r" \\")
     return "\n".join([*lines, r"\bottomrule", r"\end{tabular}", ""])
 
 
-def _decorate(figure: Figure | None, rank: int | None, bold: str, underline: str, plus_minus: str) -> str:
-    if figure is None:
-        return "–"
-    text = f"{figure.mean:.4f}"
-    text = bold.format(text) if rank == 0 else underline.format(text) if rank == 1 else text
-    return text if len(figure.values) < 2 else f"{text}{plus_minus}{figure.deviation:.4f}"
+def _cells(results: Results, columns: list[str], *style: str) -> dict[Row, list[str]]:
+    """Every row's figures, the best and the second best of a column marked."""
+    best, second, plus_minus = style
+    ranks = {c: results.ranks(c) for c in columns}
+
+    def shown(row: Row, column: str) -> str:
+        figure = results.rows[row].get(column)
+        if figure is None:
+            return "–"
+        text = {0: best, 1: second}.get(ranks[column].get(row, 2), "{}").format(f"{figure.mean:.4f}")
+        return text if len(figure.values) < 2 else f"{text}{plus_minus}{figure.deviation:.4f}"
+
+    return {row: [shown(row, c) for c in columns] for row in results.rows}
 
 
 def as_csv(results: Results) -> str:
-    """One line per row and column."""
     out = io.StringIO()
     writer = csv.writer(out)
     writer.writerow([*results.axes, "quantity", "mean", "standard deviation", "seeds"])

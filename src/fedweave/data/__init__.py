@@ -1,7 +1,8 @@
 """Examples, where they come from, and how they reach the clients."""
 
-from __future__ import annotations
-
+import hashlib
+import json
+from collections.abc import Iterable
 from pathlib import Path
 
 from fedweave.config import Config
@@ -13,7 +14,7 @@ from fedweave.data.partition import by_kind, client_names, dirichlet_partition, 
 from fedweave.data.sample import make_sample
 from fedweave.data.tasks import load_paper_tasks
 from fedweave.errors import UserError, nearest
-from fedweave.schema import Manifest
+from fedweave.schema import DataFingerprint, Manifest
 
 __all__ = ["Example", "FederatedData", "Task", "load_data"]
 
@@ -55,11 +56,10 @@ def _deal(config: Config, found: TaskFolder, notes: list[str]) -> FederatedData:
     data = config.data
     splits = split_pools(found.pools, data, config.seed)
     train = by_kind(row for parts in splits.values() for row in parts["train"])
-    shares = (
-        pure_partition(train, data.clients, config.seed)
-        if data.partition == "pure"
-        else dirichlet_partition(train, data.clients, data.alpha, config.seed)
-    )
+    if data.partition == "pure":
+        shares = pure_partition(train, data.clients, config.seed)
+    else:
+        shares = dirichlet_partition(train, data.clients, data.alpha, config.seed)
     return FederatedData(
         clients=dict(zip(client_names(data.clients), shares, strict=True)),
         validation=[e for parts in splits.values() for e in parts["validation"]],
@@ -85,7 +85,27 @@ def _manifest(config: Config, data: FederatedData) -> Manifest:
         "validation": [e.origin for e in data.validation],
         "test": [e.origin for e in data.test],
         "unseen": [e.origin for e in data.unseen],
+        "fingerprint": _fingerprint(data),
     }
     if data.unseen:
         manifest["unseen_tasks"] = {name: task.title for name, task in data.unseen_tasks.items()}
     return manifest
+
+
+def _fingerprint(data: FederatedData) -> DataFingerprint:
+    rows = {name: [(e.prompt, e.response) for e in rows] for name, rows in data.clients.items()}
+    everything = [*(e for rows in data.clients.values() for e in rows), *data.validation, *data.test, *data.unseen]
+    return {
+        "clients": _hash(rows.items()),
+        "validation": _hash((e.prompt, e.response) for e in data.validation),
+        "test": _hash((e.prompt, e.response) for e in data.test),
+        "unseen": _hash((e.prompt, e.response) for e in data.unseen),
+        "labels": _hash(e.task for e in everything),
+    }
+
+
+def _hash(parts: Iterable[object]) -> str:
+    digest = hashlib.sha256()
+    for part in parts:
+        digest.update(json.dumps(part, sort_keys=True).encode() + b"\n")
+    return digest.hexdigest()[:32]

@@ -4,8 +4,6 @@ The rows go through the run's own reader, with a complaint box in place of the f
 finds, a run refuses, and what it does not find, a run takes.
 """
 
-from __future__ import annotations
-
 import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -35,8 +33,6 @@ class Length:
 
 
 class Reader(Protocol):
-    """Who reads the rows: a model, or nobody yet."""
-
     unit: str
 
     def lengths(self, rows: Sequence[Example]) -> list[Length]: ...
@@ -54,7 +50,7 @@ class Characters:
 
     def show(self, row: Example) -> str:
         turns = [{"role": "user", "content": row.prompt}] if isinstance(row.prompt, str) else row.prompt
-        return "\n".join(f"[{m['role']}] {m['content']}" for m in [*turns, _answer(row)])
+        return "\n".join(f"[{m['role']}] {m['content']}" for m in turns) + f"\n[assistant] {row.response}"
 
 
 @dataclass
@@ -91,6 +87,10 @@ class Check:
     def passes(self) -> bool:
         return not self.faults
 
+    def remark(self, count: int, what: str) -> None:
+        """What some rows have in common, if there are any."""
+        self.remarks += [f"{count} {what}"] if count else []
+
     def as_dict(self) -> dict[str, object]:
         return {"passes": self.passes, **asdict(self)}
 
@@ -99,27 +99,24 @@ def check_own(config: Config, reader: Reader) -> Check:
     """Read, divide and measure own data as a run would; nothing raises."""
     check = Check(shown(str(config.data.path)), reader.unit)
 
-    def complain(error: UserError) -> None:
-        check.faults.append(_fault(str(error), check.data))
+    def complain(fault: str) -> None:
+        check.faults.append(_fault(fault, check.data))
 
     gathered, data = Gathered(), None
     try:
         gathered = gather(config.data, complain)
         data = divide(config, gathered, complain)
     except UserError as error:
-        complain(error)
+        complain(str(error))
     _measure(check, config, gathered, data, reader)
     check.count = len(gathered.clients)
     if data is not None:
         check.count = len(data.clients)
         check.remarks += data.notes
-        check.sets = {
-            "train": sum(data.sizes().values()),
-            "validation": len(data.validation),
-            "test": len(data.test),
-        }
+        held = {"validation": data.validation, "test": data.test}
+        check.sets = {"train": sum(data.sizes().values()), **{name: len(rows) for name, rows in held.items()}}
         check.metrics = {name: task.metric for name, task in data.tasks.items()}
-        for name, rows in (("validation", data.validation), ("test", data.test)):
+        for name, rows in held.items():
             check.overlap[name] = [(e.origin, same.origin) for e, same in overlap(data.clients, rows)]
     _repeated(check, gathered)
     _small(check, config, gathered)
@@ -163,20 +160,17 @@ def _measure(check: Check, config: Config, gathered: Gathered, data: FederatedDa
                 x.answer > limits.get(row.task, x.answer) for x, row in zip(lengths, rows, strict=True)
             )
     total = sum(map(len, [*groups.values(), *gathered.held.values()]))
-    if cut:
-        check.remarks.append(
-            f"{cut} of {total} prompts are longer than backbone.max_length={config.backbone.max_length} allows and "
-            "lose their beginning."
-        )
-    if dropped:
-        check.remarks.append(
-            f"{dropped} of {total} rows are dropped, since their answers leave no room for a prompt."
-        )
-    if unreached:
-        check.remarks.append(
-            f"{unreached} of {total} answers are longer than the {config.evaluation.max_new_tokens} tokens that a "
-            "test generates, so not even a perfect model scores 1; raise evaluation.max_new_tokens."
-        )
+    check.remark(
+        cut,
+        f"of {total} prompts are longer than backbone.max_length={config.backbone.max_length} allows and lose "
+        "their beginning.",
+    )
+    check.remark(dropped, f"of {total} rows are dropped, since their answers leave no room for a prompt.")
+    check.remark(
+        unreached,
+        f"of {total} answers are longer than the {config.evaluation.max_new_tokens} tokens that a test generates, "
+        "so not even a perfect model scores 1; raise evaluation.max_new_tokens.",
+    )
 
 
 def _repeated(check: Check, gathered: Gathered) -> None:
@@ -184,28 +178,18 @@ def _repeated(check: Check, gathered: Gathered) -> None:
     rows = [row for group in [*gathered.clients.values(), gathered.pool] for row in group]
     first: dict[Key, Example] = {}
     answers: dict[Asked, set[str]] = {}
-    chats = 0
-    example: tuple[Example, Example] | None = None
+    chats, example = 0, ""
     for row in rows:
         key = row_key(row)
         same = first.setdefault(key, row)
         if same is not row:
             check.duplicates += 1
-            example = example or (row, same)
+            example = example or f"{row.origin} is {same.origin}"
         answers.setdefault(key[0], set()).add(key[1])
         chats += not isinstance(row.prompt, str) and any(m["role"] == "assistant" for m in row.prompt)
-    if example:
-        row, same = example
-        check.remarks.append(
-            f"{check.duplicates} of {len(rows)} rows repeat another one ({row.origin} is {same.origin})."
-        )
-    several = sum(len(found) > 1 for found in answers.values())
-    if several:
-        check.remarks.append(f"{several} prompts have several different answers.")
-    if chats:
-        check.remarks.append(
-            f"{chats} chats have several answers, of which the last is learned and the others are read."
-        )
+    check.remark(check.duplicates, f"of {len(rows)} rows repeat another one ({example}).")
+    check.remark(sum(len(found) > 1 for found in answers.values()), "prompts have several different answers.")
+    check.remark(chats, "chats have several answers, of which the last is learned and the others are read.")
 
 
 def _small(check: Check, config: Config, gathered: Gathered) -> None:
@@ -240,7 +224,3 @@ def _texts(row: Example) -> list[str]:
     """All that a row says, the answer last."""
     prompt = [row.prompt] if isinstance(row.prompt, str) else [m["content"] for m in row.prompt]
     return [*prompt, row.response]
-
-
-def _answer(row: Example) -> dict[str, str]:
-    return {"role": "assistant", "content": row.response}

@@ -1,7 +1,5 @@
 """The unit of data: a prompt, its answer, and, for building and auditing only, a task label."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 
 from fedweave.schema import Manifest
@@ -20,6 +18,7 @@ class Example:
     origin: str  # where the row came from, as in "gsm8k/train:17" or "site_a.jsonl:3"
     category: str = ""  # the kind of task, where several tasks are wordings of one kind
     content: str = ""  # the row's own words without the instruction, where they are known apart
+    client: str = ""  # of a held-out row: whose rows it was kept back from
 
     @property
     def kind(self) -> str:

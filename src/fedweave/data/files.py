@@ -1,4 +1,5 @@
 """Rows of a file: JSONL, CSV, TSV and Parquet, and a JSON list where it is named itself; text also gzipped.
+Data sets of the Hugging Face hub come through the optional datasets package.
 
 What is wrong with a row goes to ``complain``, which stops at the first; a check collects them and reads on.
 """
@@ -13,21 +14,25 @@ import unicodedata
 import zlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from fedweave.errors import UserError, first_line
 
+if TYPE_CHECKING:
+    from datasets import Dataset, DatasetDict
+
 Row = dict[str, Any]
-Complain = Callable[[UserError], None]
+Complain = Callable[[str], None]
 
 TEXT_KINDS = (".jsonl", ".csv", ".tsv")
 KINDS = (*TEXT_KINDS, ".parquet")  # of client files
 LONGEST_CELL = 2**31 - 1
+HUB = "hf://"
 
 
-def refuse(error: UserError) -> None:
+def refuse(fault: str) -> None:
     """The reader's way: the first fault ends it."""
-    raise error
+    raise UserError(fault)
 
 
 def shown(text: str) -> str:
@@ -71,7 +76,8 @@ def read_rows(path: Path, complain: Complain = refuse) -> Iterator[tuple[int, Ro
     data = _bytes(path)
     if name.endswith((".csv", ".tsv")):
         return _csv(path, data, complain)
-    return _json_list(path, data, complain) if name.endswith(".json") else _jsonl(path, data, complain)
+    rows = _json_list(path, data) if name.endswith(".json") else _jsonl(path, data, complain)
+    return _objects(rows, path, complain)
 
 
 def _bytes(path: Path) -> bytes:
@@ -84,50 +90,43 @@ def _bytes(path: Path) -> bytes:
     return data.removeprefix(b"\xef\xbb\xbf")  # the mark that some editors put before UTF-8
 
 
-def _jsonl(path: Path, data: bytes, complain: Complain) -> Iterator[tuple[int, Row]]:
+def _json(data: bytes, where: str, hint: str = "") -> object:
+    try:
+        value = json.loads(data.decode("utf-8"))
+        if b"\\u" in data:
+            json.dumps(value, ensure_ascii=False).encode()  # half of a surrogate pair is no text
+        return value
+    except UnicodeError:
+        raise UserError(f"{where}: not UTF-8 text; save the file as UTF-8.") from None
+    except (ValueError, RecursionError) as error:
+        raise UserError(f"{where}: not valid JSON ({first_line(error)}){hint}.") from None
+
+
+def _jsonl(path: Path, data: bytes, complain: Complain) -> Iterator[tuple[int, object]]:
     """Lines end at \\n alone."""
     for number, line in enumerate(data.split(b"\n"), start=1):
         if line.strip():
-            row = _object(line, f"{path}:{number}", complain)
-            if row is not None:
-                yield number, row
+            try:
+                yield number, _json(line, f"{path}:{number}", "; every line must be one object")
+            except UserError as error:
+                complain(str(error))
 
 
-def _object(line: bytes, where: str, complain: Complain) -> Row | None:
-    """One line of JSONL; None after a complaint."""
-    try:
-        row = json.loads(line.decode("utf-8"))
-        if b"\\u" in line:
-            json.dumps(row, ensure_ascii=False).encode()  # half of a surrogate pair is no text
-    except UnicodeError:
-        complain(UserError(f"{where}: not UTF-8 text; save the file as UTF-8."))
-        return None
-    except (ValueError, RecursionError) as error:
-        complain(UserError(f"{where}: not valid JSON ({first_line(error)}); every line must be one object."))
-        return None
-    if not isinstance(row, dict):
-        complain(UserError(f"{where}: a row must be a JSON object, not a {type(row).__name__}."))
-        return None
-    return row
-
-
-def _json_list(path: Path, data: bytes, complain: Complain) -> Iterator[tuple[int, Row]]:
-    try:
-        rows = json.loads(data.decode("utf-8"))
-        json.dumps(rows, ensure_ascii=False).encode()
-    except UnicodeError:
-        raise UserError(f"{path}: not UTF-8 text; save the file as UTF-8.") from None
-    except (ValueError, RecursionError) as error:
-        raise UserError(f"{path}: not valid JSON ({first_line(error)}).") from None
+def _json_list(path: Path, data: bytes) -> Iterator[tuple[int, object]]:
+    rows = _json(data, str(path))
     if not isinstance(rows, list):
         raise UserError(
             f"{path} must hold a list of objects, not a {type(rows).__name__}; or one on a line, as .jsonl."
         )
-    for number, row in enumerate(rows, start=1):
+    yield from enumerate(rows, start=1)
+
+
+def _objects(rows: Iterator[tuple[int, object]], path: Path, complain: Complain) -> Iterator[tuple[int, Row]]:
+    for number, row in rows:
         if isinstance(row, dict):
             yield number, row
         else:
-            complain(UserError(f"{path}:{number}: a row must be a JSON object, not a {type(row).__name__}."))
+            complain(f"{path}:{number}: a row must be a JSON object, not a {type(row).__name__}.")
 
 
 def _csv(path: Path, data: bytes, complain: Complain) -> Iterator[tuple[int, Row]]:
@@ -151,7 +150,7 @@ def _csv(path: Path, data: bytes, complain: Complain) -> Iterator[tuple[int, Row
         except csv.Error as error:
             if header is None:
                 raise UserError(f"{path}:1: the header is no CSV ({shown(str(error))}).") from None
-            complain(UserError(f"{path}:{number}: not valid CSV ({shown(str(error))}); look for a stray quote."))
+            complain(f"{path}:{number}: not valid CSV ({shown(str(error))}); look for a stray quote.")
             continue
         if not any(cell.strip() for cell in cells):
             continue
@@ -162,10 +161,8 @@ def _csv(path: Path, data: bytes, complain: Complain) -> Iterator[tuple[int, Row
                 raise UserError(f"{path}:{number}: two columns are called {twice!r}; rename one.")
         elif len(cells) != len(header):
             complain(
-                UserError(
-                    f"{path}:{number}: {len(cells)} cells under {len(header)} columns; put quotes around a cell "
-                    f"that holds {separator!r} or a line end."
-                )
+                f"{path}:{number}: {len(cells)} cells under {len(header)} columns; put quotes around a cell that "
+                f"holds {separator!r} or a line end."
             )
         else:
             yield number, {name: cell or None for name, cell in zip(header, cells, strict=True)}
@@ -188,3 +185,41 @@ def _parquet(path: Path) -> Iterator[tuple[int, Row]]:
                     yield number, row
     except (pyarrow.ArrowException, OSError, ValueError) as error:
         raise UserError(f"{path} cannot be read as Parquet: {first_line(error)}.") from error
+
+
+# -------------------------------------------------------------------------------------- the Hugging Face hub
+
+
+def hub_rows(name: str) -> dict[str, Iterator[tuple[int, Row]]]:
+    """{split: (row number, row) …} of ``hf://owner/name`` or ``hf://owner/name/subset``; labels as their names."""
+    owner, _, rest = name.removeprefix(HUB).partition("/")
+    title, _, subset = rest.partition("/")
+    if not owner or not title:
+        raise UserError(f"data.path={name} is not of the form hf://owner/name or hf://owner/name/subset.")
+    splits = load_hub(f"{owner}/{title}", subset or None, f"data.path={name}")
+    return {split: _numbered(splits[split]) for split in splits}
+
+
+def load_hub(name: str, subset: str | None, what: str) -> DatasetDict:
+    """The splits of a data set; ``what`` begins the sentence when they cannot be had."""
+    try:
+        from datasets import load_dataset
+    except ImportError:
+        raise UserError(
+            f"{what} is read from the hub and needs the datasets package: pip install 'fedweave[hub]', or name a "
+            "local folder in data.path."
+        ) from None
+    try:
+        return load_dataset(name, subset)
+    except Exception as error:  # the hub's, the network's or the file format's
+        raise UserError(
+            f"{what} cannot be loaded from the hub as {name} ({first_line(error)}); connect to the hub or name a "
+            "local folder in data.path."
+        ) from error
+
+
+def _numbered(split: Dataset) -> Iterator[tuple[int, Row]]:
+    names = {column: kind.int2str for column, kind in split.features.items() if hasattr(kind, "int2str")}
+    for number, row in enumerate(split, start=1):
+        labels = {column: to_name(row[column]) for column, to_name in names.items() if row[column] is not None}
+        yield number, {**row, **labels}

@@ -6,16 +6,13 @@
 ``input``, ``output``. Super-NaturalInstructions comes in this form.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from fedweave.data.examples import Example, Task
 from fedweave.data.files import Row, read_rows
 from fedweave.data.rows import RESERVED
-from fedweave.data.tasks import Pool
-from fedweave.data.wordings import WORDINGS, Request, check_wording, choose, render
+from fedweave.data.tasks import WORDINGS, Pool, Request, choose, render
 from fedweave.errors import UserError, nearest
 from fedweave.metrics.scores import METRICS
 
@@ -25,8 +22,6 @@ FEW_ANSWERS = 20  # a task with no more different answers than that is a choice,
 
 @dataclass(frozen=True)
 class Entry:
-    """One row of tasks.jsonl."""
-
     task: Task  # its metric is empty until its answers have been seen, unless the row names one
     category: str
     unseen: bool
@@ -37,8 +32,6 @@ class Entry:
 
 @dataclass
 class TaskFolder:
-    """All rows of a folder, by task."""
-
     pools: dict[str, Pool]
     unseen: dict[str, Pool]
     tasks: dict[str, Task]
@@ -86,27 +79,27 @@ def _entries(path: Path, max_new_tokens: int) -> dict[str, Entry]:
         wordings = row.get("wordings", list(WORDINGS))
         if not isinstance(wordings, list) or not wordings:
             raise UserError(f"{where}: 'wordings' must be a list of texts, the usual one first.")
+        for template in wordings:
+            if not isinstance(template, str) or "{text}" not in template:
+                raise UserError(f"{where}: a wording must be a text with {{text}} in it, not {template!r}.")
         tokens = row.get("max_new_tokens", max_new_tokens)
         if not isinstance(tokens, int) or tokens < 1:
             raise UserError(f"{where}: 'max_new_tokens' must be a whole number of at least 1, not {tokens!r}.")
-        task = Task(row["task"], row.get("title") or row["task"], _metric(row.get("metric", ""), where), tokens)
+        metric = row.get("metric", "")
+        if metric and metric not in METRICS:
+            raise UserError(f"{where}: 'metric' {metric!r} is unknown: {nearest(metric, METRICS)}")
+        task = Task(row["task"], row.get("title") or row["task"], metric, tokens)
         entries[row["task"]] = Entry(
             task,
             row.get("category", ""),
             row.get("role") == "unseen",
             row["definition"].strip(),
             row.get("short", ""),
-            tuple(check_wording(template, where) for template in wordings),
+            tuple(wordings),
         )
     if not any(not entry.unseen for entry in entries.values()):
         raise UserError(f"{path} has no task to train on; at least one must not be unseen.")
     return entries
-
-
-def _metric(name: str, where: str) -> str:
-    if name and name not in METRICS:
-        raise UserError(f"{where}: 'metric' {name!r} is unknown: {nearest(name, METRICS)}")
-    return name
 
 
 def _example(row: Row, entries: dict[str, Entry], varied: bool, seed: int, path: Path, number: int) -> Example:

@@ -5,22 +5,30 @@ A single file, or a data set ``hf://owner/name``, says in a column ``client`` wh
 are dealt out to ``data.clients`` simulated clients. What no file holds out is kept back from the rows.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import numpy as np
 
 from fedweave.config import Config, DataConfig
-from fedweave.data.examples import Example, FederatedData, Task
-from fedweave.data.files import KINDS, Complain, Row, find_path, read_rows, refuse, shown, split_name
-from fedweave.data.hub import HUB, hub_rows
+from fedweave.data.examples import Example, FederatedData, Prompt, Task
+from fedweave.data.files import (
+    HUB,
+    KINDS,
+    Complain,
+    Row,
+    find_path,
+    hub_rows,
+    read_rows,
+    refuse,
+    shown,
+    split_name,
+)  # fmt: skip
 from fedweave.data.own_tasks import own_tasks
-from fedweave.data.partition import client_names, dirichlet_partition
+from fedweave.data.partition import by_kind, client_names, dirichlet_partition
 from fedweave.data.remarks import look_alikes, odd_names, overlap_note
-from fedweave.data.rows import Fields, client_of, is_name, read_fields, to_example
+from fedweave.data.rows import Fields, client_of, is_name, read_fields, to_example, to_prompt
 from fedweave.errors import UserError
 from fedweave.streams import stream_key
 
@@ -38,14 +46,12 @@ class Gathered:
     notes: list[str] = field(default_factory=list)
 
 
-def load_own(config: Config, complain: Complain = refuse) -> FederatedData:
+def load_own(config: Config) -> FederatedData:
     """Clients, validation and test examples of the data that ``data.path`` names."""
-    gathered = gather(config.data, complain)
-    return divide(config, gathered, complain)
+    return divide(config, gather(config.data))
 
 
 def read_examples(path: Path, fields: Fields | None = None, complain: Complain = refuse) -> list[Example]:
-    """The rows of one file as examples."""
     return [example for _, example in _read(path, fields or {}, complain, by_client=False)]
 
 
@@ -75,21 +81,19 @@ def _folder(folder: Path, fields: Fields, complain: Complain) -> Gathered:
             continue
         name = parts[0]
         if not is_name(name):
-            complain(UserError(f"{shown(path.name)} names a client, and must be short and printable; rename it."))
+            complain(f"{shown(path.name)} names a client, and must be short and printable; rename it.")
         elif name in named:
-            complain(UserError(f"{named[name]} and {path.name} are the same client; keep one."))
+            complain(f"{named[name]} and {path.name} are the same client; keep one.")
         elif name not in HELD_OUT and name.lower() in HELD_OUT:
-            complain(UserError(f"{path} is taken for a client; rename it to {path.name.lower()}."))
+            complain(f"{path} is taken for a client; rename it to {path.name.lower()}.")
         else:
             named[name] = path
     found = Gathered(notes=[*look_alikes(files), *odd_names(named)])
     clients = {name: path for name, path in named.items() if name not in HELD_OUT}
     if not clients:
         complain(
-            UserError(
-                f"data.path={folder}: the folder holds no client file; it needs one NAME.jsonl each "
-                f"(or {', '.join(KINDS[1:])})."
-            )
+            f"data.path={folder}: the folder holds no client file; it needs one NAME.jsonl each "
+            f"(or {', '.join(KINDS[1:])})."
         )
     for k in HELD_OUT:
         if k in named:
@@ -101,7 +105,7 @@ def _folder(folder: Path, fields: Fields, complain: Complain) -> Gathered:
     found.clients = {name: [example for _, example in rows] for name, rows in read.items()}
     for name, rows in list(found.clients.items()):
         if not rows:
-            complain(UserError(f"{clients[name]}: client {name!r} is empty; add examples or remove the file."))
+            complain(f"{clients[name]}: client {name!r} is empty; add examples or remove the file.")
             del found.clients[name]
     return found
 
@@ -125,11 +129,11 @@ def _by_client(owned: Owned, found: Gathered, name: str, complain: Complain) -> 
         found.pool = [example for _, example in owned]
         return found
     if not owned:
-        complain(UserError(f"{name} holds no row; add examples."))
+        complain(f"{name} holds no row; add examples.")
     found.clients = {client: [] for client in sorted(owner for owner in owners if owner is not None)}
     for owner, example in owned:
         if owner is None:
-            complain(UserError(f"{example.origin}: the row says of no client, while others do."))
+            complain(f"{example.origin}: the row says of no client, while others do.")
         else:
             found.clients[owner].append(example)
     return found
@@ -139,7 +143,7 @@ def _read(path: Path, fields: Fields, complain: Complain, by_client: bool) -> Ow
     try:
         return _examples(read_rows(path, complain), path.name, fields, complain, by_client)
     except UserError as error:  # of the file as a whole
-        complain(error)
+        complain(str(error))
         return []
 
 
@@ -153,7 +157,7 @@ def _examples(
             owner = client_of(row, where, fields) if by_client else None
             found.append((owner, to_example(row, where, fields)))
         except UserError as error:
-            complain(error)
+            complain(str(error))
     return found
 
 
@@ -166,25 +170,24 @@ def divide(config: Config, gathered: Gathered, complain: Complain = refuse) -> F
     missing = [k for k in HELD_OUT if k not in gathered.held]
     held: dict[str, list[Example]] = {k: list(gathered.held.get(k, [])) for k in HELD_OUT}
     clients = {
-        name: hold_out(rows, missing, held, data.holdout, stream_key("holdout", seed, index))
+        name: hold_out(rows, missing, held, data.holdout, stream_key("holdout", seed, index), name)
         for index, (name, rows) in enumerate(gathered.clients.items())
     }
     notes = list(gathered.notes)
     if gathered.pool:
         rest = hold_out(gathered.pool, missing, held, data.holdout, stream_key("holdout", seed, 0))
-        clients = _deal(rest, data, seed)
+        shares = dirichlet_partition(by_kind(rest), data.clients, data.alpha, seed)
+        clients = dict(zip(client_names(data.clients), shares, strict=True))
         notes.append(
             f"no row says whose it is, so they are dealt out to data.clients={data.clients} simulated clients; "
             "data.fields=client=COLUMN names a column that does."
         )
     for k in HELD_OUT:
         if not held[k] and (clients or gathered.pool):
+            few = int(np.ceil(1 / data.holdout)) if data.holdout else "some"
             complain(
-                UserError(
-                    f"data.path={data.path}: no {k} example is left; add {k}.jsonl, more rows (a client needs "
-                    f"{int(np.ceil(1 / data.holdout)) if data.holdout else 'some'} to keep one back), or raise "
-                    "data.holdout."
-                )
+                f"data.path={data.path}: no {k} example is left; add {k}.jsonl, more rows (a client needs {few} to "
+                "keep one back), or raise data.holdout."
             )
     tasks, said = own_tasks(config, [e for rows in [*clients.values(), *held.values()] for e in rows])
     notes += [*said, *overlap_note(clients, held)]
@@ -200,22 +203,27 @@ def read_test(config: Config, path: str, named: str) -> tuple[list[Example], dic
     return rows, *own_tasks(config, rows)
 
 
+def read_prompts(path: Path, fields: Fields) -> list[tuple[Row, Prompt]]:
+    """The rows of a file and what each asks; answers in it are not needed."""
+    rows = [(row, to_prompt(row, f"{path.name}:{number}", fields)) for number, row in read_rows(path)]
+    if not rows:
+        raise UserError(f"{path}: the file is empty.")
+    return rows
+
+
 def hold_out(
-    rows: Sequence[Example], missing: Sequence[str], held: dict[str, list[Example]], share: float, key: int
+    rows: Sequence[Example],
+    missing: Sequence[str],
+    held: dict[str, list[Example]],
+    share: float,
+    key: int,
+    client: str = "",
 ) -> list[Example]:
     """Move a share of one client's rows to each held-out set that has no file; at least one row stays."""
     order = np.random.default_rng(key).permutation(len(rows))
     count = int(share * len(rows))
     start = 0
     for k in missing:
-        held[k] += [rows[i] for i in sorted(order[start : start + count])]
+        held[k] += [replace(rows[i], client=client) for i in sorted(order[start : start + count])]
         start += count
     return [rows[i] for i in sorted(order[start:])]
-
-
-def _deal(rows: Sequence[Example], data: DataConfig, seed: int) -> dict[str, list[Example]]:
-    by_task: dict[str, list[Example]] = {}
-    for example in rows:
-        by_task.setdefault(example.task, []).append(example)
-    shares = dirichlet_partition(by_task, data.clients, data.alpha, seed)
-    return dict(zip(client_names(data.clients), shares, strict=True))

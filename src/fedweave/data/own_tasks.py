@@ -9,8 +9,6 @@ themselves. ``tasks.yaml`` holds one entry per task, a metric or more:
 Data must not run code, so a function of the user's own can be named in the config alone.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from os.path import expanduser  # of another machine's ~user it makes nothing, where Path raises
@@ -41,8 +39,6 @@ MOST_LABELS = 100
 
 @dataclass(frozen=True)
 class TaskSettings:
-    """One entry of tasks.yaml."""
-
     metric: str = setting("auto", f"auto, {', '.join(NAMES)}.")
     title: str | None = setting(None, "As shown in tables.")
     max_new_tokens: int | None = setting(None, "Longest answer; evaluation.max_new_tokens when empty.", low=1)

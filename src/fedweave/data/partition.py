@@ -1,7 +1,5 @@
 """Splits and the Dirichlet partition: who holds which examples, as a pure function of the seed."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping
 
 import numpy as np

@@ -1,7 +1,5 @@
 """What is not wrong with own data but worth a remark: files left aside, misleading names, rows that stand twice."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 

@@ -9,8 +9,6 @@ Known without a map:
 Each may have ``system``, ``task`` and ``client``. ``data.fields`` names other columns: prompt=question,client=site.
 """
 
-from __future__ import annotations
-
 import reprlib
 from collections.abc import Sequence
 
@@ -59,16 +57,37 @@ def to_example(row: Row, where: str, fields: Fields) -> Example:
         prompt, response = _split(chat, where)
         return Example(prompt, response, task, where)
     ask, answer = _columns(row, where, fields)
+    return Example(_asked(row, ask, where, fields), _text(row, answer, where), task, where)
+
+
+def to_prompt(row: Row, where: str, fields: Fields) -> Prompt:
+    """What a row asks. An answer that stands in it, as in rows to learn from, is left aside."""
+    chat = _chat(row, where, fields, fewest=1)
+    if chat is not None:
+        asked = chat[:-1] if chat[-1]["role"] == "assistant" else chat
+        if not any(m["role"] == "user" and m["content"].strip() for m in asked):
+            raise UserError(f"{where}: there is no user message to answer, or it is empty.")
+        return tuple(asked)
+    ask = _ask(row, fields)
+    if ask not in row:
+        raise UserError(
+            f"{where}: no {ask!r}; a row to answer needs 'prompt' or 'messages' (it has {_listed(row)})."
+        )
+    return _asked(row, ask, where, fields)
+
+
+def _asked(row: Row, ask: str, where: str, fields: Fields) -> Prompt:
+    """The prompt of a row without turns: its text, what is added to it, and the system prompt before it."""
     words = _text(row, ask, where)
     more = fields.get("input", "input" if ask == "instruction" else None)
     if more and _optional(row, more, where):
         words = f"{words}\n\n{row[more]}"
-    response = _text(row, answer, where)
     system = _optional(row, fields.get("system", "system"), where)
-    if not system:
-        return Example(words, response, task, where)
-    turns = ({"role": "system", "content": system}, {"role": "user", "content": words})
-    return Example(turns, response, task, where)
+    return with_system(system, words) if system else words
+
+
+def with_system(system: str, prompt: str) -> Prompt:
+    return ({"role": "system", "content": system}, {"role": "user", "content": prompt})
 
 
 def is_name(text: str) -> bool:
@@ -89,9 +108,13 @@ def client_of(row: Row, where: str, fields: Fields) -> str | None:
 # ---------------------------------------------------------------------------------- texts
 
 
+def _ask(row: Row, fields: Fields) -> str:
+    return fields.get("prompt") or ("instruction" if "instruction" in row and "prompt" not in row else "prompt")
+
+
 def _columns(row: Row, where: str, fields: Fields) -> tuple[str, str]:
     """The names of the columns that ask and answer."""
-    ask = fields.get("prompt") or ("instruction" if "instruction" in row and "prompt" not in row else "prompt")
+    ask = _ask(row, fields)
     likely = ("output", "response") if ask == "instruction" else ("response", "completion")
     answer = fields.get("response") or next((name for name in likely if name in row), likely[0])
     for name in (ask, answer):
@@ -147,13 +170,13 @@ def _listed(row: Row) -> str:
 # ---------------------------------------------------------------------------------- chats
 
 
-def _chat(row: Row, where: str, fields: Fields) -> list[Message] | None:
-    """The messages of a chat row; None where the row is none."""
+def _chat(row: Row, where: str, fields: Fields, fewest: int = 2) -> list[Message] | None:
+    """The messages of a chat row, at least so many; None where the row is none."""
     if "messages" in fields or not {"prompt", "response"} & set(fields):
         known = [fields["messages"]] if "messages" in fields else ["messages", "conversations"]
         name = next((name for name in known if row.get(name) is not None), None)
         if name is not None:
-            messages = _messages(row[name], name, where)
+            messages = _messages(row[name], name, where, fewest)
             system = _optional(row, fields.get("system", "system"), where)
             if system and messages[0]["role"] != "system":
                 messages = [{"role": "system", "content": system}, *messages]
@@ -164,12 +187,15 @@ def _chat(row: Row, where: str, fields: Fields) -> list[Message] | None:
             )
     if isinstance(row.get("prompt"), list) and isinstance(row.get("completion"), list):  # TRL's chats
         return [m for name in ("prompt", "completion") for m in _messages(row[name], name, where, 1)]
+    if fewest == 1 and isinstance(row.get("prompt"), list):
+        return _messages(row["prompt"], "prompt", where, 1)
     return None
 
 
 def _messages(messages: object, name: str, where: str, fewest: int = 2) -> list[Message]:
     if not isinstance(messages, list) or len(messages) < fewest:
-        raise UserError(f"{where}: {name!r} must list at least a user's and an assistant's message.")
+        least = "a user's and an assistant's message" if fewest > 1 else "one message"
+        raise UserError(f"{where}: {name!r} must list at least {least}.")
     return [_message(m, where) for m in messages]
 
 

@@ -4,8 +4,6 @@ Small counterparts of the paper's tasks (edit a sentence, solve a sum, name a mo
 135M model learns within a few rounds on a laptop.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import numpy as np

@@ -1,17 +1,58 @@
-"""The paper's four tasks: where their rows come from and how a row becomes a prompt and an answer."""
+"""The paper's four tasks: where their rows come from and how a row becomes a prompt and an answer.
 
-from __future__ import annotations
+A wording is a template with ``{text}`` (the row's own input) and, where it wants them, ``{instruction}`` and
+``{short}`` (a few words of the instruction). ``data.wording=varied`` draws one of its task's wordings for every
+row, by the seed and the row's origin alone: people ask for the same thing in different words.
+"""
 
-from collections.abc import Callable
+import re
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from fedweave.data.examples import Example, Task
-from fedweave.data.files import Row, find_path, read_rows
-from fedweave.data.hub import load_hub
-from fedweave.data.wordings import USUAL, Request, choose, render
+from fedweave.data.files import Row, find_path, load_hub, read_rows
 from fedweave.errors import UserError
 from fedweave.metrics.scores import SENTIMENTS
+from fedweave.streams import stream_key
+
+USUAL = "{instruction}\n\n{text}"
+
+# For a task that brings none of its own: the instruction before or after, whole or shortened, or missing.
+WORDINGS = (
+    USUAL,
+    "{text}\n\n{instruction}",
+    "{short}\n{text}",
+    "{text}\n{short}",
+    "{text}",
+    "Hello! Can you help me with this?\n{instruction}\n\n{text}\n\nThank you.",
+    "Input: {text}\nTask: {instruction}",
+    "{text}\n\nThat was the input. {short} What do you answer?",
+)
+
+_PLACE = re.compile(r"\{(instruction|text|short)\}")
+
+
+@dataclass(frozen=True)
+class Request:
+    """What a row asks for, before it is put into words."""
+
+    instruction: str
+    text: str
+    short: str = ""  # the instruction in a few words; its first sentence where there are none
+
+
+def render(template: str, request: Request) -> str:
+    """The prompt. Braces in a row's own text stay what they are."""
+    short = request.short or re.split(r"(?<=[.!?])\s", request.instruction.strip(), maxsplit=1)[0]
+    values = {"instruction": request.instruction, "text": request.text, "short": short}
+    return _PLACE.sub(lambda found: values[found.group(1)], template).strip()
+
+
+def choose(wordings: Sequence[str], varied: bool, seed: int, origin: str) -> str:
+    """The template of one row: its task's first, or one drawn for it."""
+    return wordings[stream_key("wording", seed, origin) % len(wordings)] if varied else wordings[0]
+
 
 Pool = list[Example]  # all rows of a task, official splits in order
 SPLITS = ("train", "validation", "test")
@@ -19,8 +60,6 @@ SPLITS = ("train", "validation", "test")
 
 @dataclass(frozen=True)
 class TaskSource:
-    """One task's data set."""
-
     task: Task
     hub: str
     hub_config: str | None
@@ -147,17 +186,18 @@ def load_paper_tasks(
     has one of its task's wordings."""
     pools, tasks, notes = {}, {}, []
     for source in SOURCES:
-        row_of = _RowReader(source, varied, seed)
-        if path is None:
-            pool = _from_hub(source, row_of)
-        else:
-            folder = _find_folder(find_path(path), source)
-            if folder.name == "coedit_style":  # under its own name in every output, not only in the tables
-                source = replace(source, task=replace(source.task, name="coedit_style", title="CoEdIT-style"))
-                notes.append(STAND_IN)
-                row_of = replace(row_of, source=source)
-            pool = _from_folder(row_of, folder)
-        pools[source.task.name], tasks[source.task.name] = pool, source.task
+        folder = _find_folder(find_path(path), source) if path is not None else None
+        if (
+            folder is not None and folder.name == "coedit_style"
+        ):  # under its own name everywhere, not only in tables
+            source = replace(source, task=replace(source.task, name="coedit_style", title="CoEdIT-style"))
+            notes.append(STAND_IN)
+        name = folder.name if folder else source.folders[0]
+        rows = _folder_rows(folder) if folder else _hub_rows(source)
+        pools[source.task.name] = [
+            _example(source, row, f"{name}/{split}:{n}", where, varied, seed) for split, n, where, row in rows
+        ]
+        tasks[source.task.name] = source.task
     return pools, tasks, notes
 
 
@@ -171,44 +211,32 @@ def _find_folder(root: Path, source: TaskSource) -> Path:
     )
 
 
-def _from_folder(row_of: _RowReader, folder: Path) -> Pool:
-    pool: Pool = []
+Rows = Iterable[tuple[str, int, str, Row]]  # split, index in it, where to look for it, row
+
+
+def _folder_rows(folder: Path) -> Rows:
+    found = []
     for split in SPLITS:
-        for path in (folder / f"{split}.jsonl", folder / f"{split}.jsonl.gz"):
-            if path.is_file():
-                pool += [row_of(row, split, n - 1, f"{path}:{n}", folder.name) for n, row in read_rows(path)]
-                break
-    if not pool:
+        files = [path for end in ("jsonl", "jsonl.gz") if (path := folder / f"{split}.{end}").is_file()]
+        found += [(split, n - 1, f"{path}:{n}", row) for path in files[:1] for n, row in read_rows(path)]
+    if not found:
         raise UserError(f"{folder} holds no row; it needs train.jsonl or train.jsonl.gz.")
-    return pool
+    return found
 
 
-def _from_hub(source: TaskSource, row_of: _RowReader) -> Pool:
+def _hub_rows(source: TaskSource) -> Rows:
     splits = load_hub(source.hub, source.hub_config, source.task.title)
-    where = source.hub
-    return [
-        row_of(row, split, n, f"{where}/{split}:{n}", source.folders[0])
-        for split in SPLITS
-        if split in splits
-        for n, row in enumerate(splits[split])
-    ]
+    for split in (split for split in SPLITS if split in splits):
+        for n, row in enumerate(splits[split]):
+            yield split, n, f"{source.hub}/{split}:{n}", row
 
 
-@dataclass(frozen=True)
-class _RowReader:
-    """Makes examples of a source's rows."""
-
-    source: TaskSource
-    varied: bool
-    seed: int
-
-    def __call__(self, row: Row, split: str, index: int, where: str, folder: str) -> Example:
-        source, origin = self.source, f"{folder}/{split}:{index}"
-        try:
-            request, answer = source.convert(row)
-            prompt = render(choose(source.wordings, self.varied, self.seed, origin), request)
-            if not prompt or not answer.strip():
-                raise ValueError("empty prompt or answer")
-        except (KeyError, IndexError, TypeError, ValueError, AttributeError) as error:
-            raise UserError(f"{where} is no {source.task.title} row: {type(error).__name__} {error}.") from None
-        return Example(prompt, answer.strip(), source.task.name, origin, content=request.text)
+def _example(source: TaskSource, row: Row, origin: str, where: str, varied: bool, seed: int) -> Example:
+    try:
+        request, answer = source.convert(row)
+        prompt = render(choose(source.wordings, varied, seed, origin), request)
+        if not prompt or not answer.strip():
+            raise ValueError("empty prompt or answer")
+    except (KeyError, IndexError, TypeError, ValueError, AttributeError) as error:
+        raise UserError(f"{where} is no {source.task.title} row: {type(error).__name__} {error}.") from None
+    return Example(prompt, answer.strip(), source.task.name, origin, content=request.text)

@@ -56,19 +56,16 @@ def agglomerative(points: Points, counts: Sequence[int], seed: int, restarts: in
 
 
 def spectral(points: Points, counts: Sequence[int], seed: int, restarts: int) -> dict[int, np.ndarray]:
-    return {k: _spectral(points.rows, k, seed) for k in counts}
-
-
-def _spectral(points: np.ndarray, k: int, seed: int) -> np.ndarray:
     from sklearn.cluster import SpectralClustering
 
-    neighbours = min(max(k + 1, 5), len(points) - 1)
-    model = SpectralClustering(
-        k, affinity="nearest_neighbors", n_neighbors=neighbours, assign_labels="kmeans", random_state=seed
-    )
+    def labels(k: int) -> np.ndarray:
+        near = min(max(k + 1, 5), len(points.rows) - 1)
+        model = SpectralClustering(k, affinity="nearest_neighbors", n_neighbors=near, random_state=seed)
+        return model.fit_predict(points.rows)
+
     with warnings.catch_warnings():  # an unconnected neighbour graph is what well-parted patterns look like
         warnings.simplefilter("ignore")
-        return model.fit_predict(points)
+        return {k: labels(k) for k in counts}
 
 
 CLUSTERERS: dict[str, Clusterer] = {"kmeans": kmeans, "agglomerative": agglomerative, "spectral": spectral}
@@ -85,12 +82,6 @@ class Buckets:
     members: list[np.ndarray]
     silhouettes: dict[int, float]
     note: str = ""  # why there is only one bucket, when that was forced
-
-    def labels(self, n: int) -> np.ndarray:
-        labels = np.empty(n, dtype=int)
-        for c, members in enumerate(self.members):
-            labels[members] = c
-        return labels
 
 
 def discover_buckets(

@@ -14,8 +14,6 @@ after it, which also fills a cluster that became empty (scikit-learn fills it wi
 many points, it stays empty and the count finds fewer clusters).
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 

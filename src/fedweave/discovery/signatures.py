@@ -6,12 +6,9 @@ signatures of L blocks with cosine ρ is off by about (1 - ρ²)/√(kL), so tha
 below 0.2/k. For 60 blocks and k = 64 that is 0.016 at worst, and a signature is 8 kB.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import islice
 
 import numpy as np
 import torch
@@ -19,16 +16,6 @@ import torch.nn.functional as F
 
 from fedweave.experts.layout import AdapterLayout
 from fedweave.streams import stream_key
-from fedweave.training.batch import ClientData, Lane
-from fedweave.training.schedule import bucket_batches
-
-
-def warmup_lane(
-    data: ClientData, bucket: np.ndarray, start: torch.Tensor, steps: int, batch_size: int, *key: int | str
-) -> Lane:
-    """The job that warms one bucket up, from the common initialisation ``start`` [P of one expert]."""
-    batches = bucket_batches(bucket, batch_size, stream_key("warmup", *key))
-    return Lane(data, list(islice(batches, steps)), start, None, ("warmup", *key))
 
 
 @dataclass(frozen=True)

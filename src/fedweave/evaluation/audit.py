@@ -1,7 +1,5 @@
 """Audits that need labels, which no method ever saw: how buckets, experts and routing meet tasks and kinds."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Teacher-forced losses: the mean token NLL of each example's answer, then the mean over examples."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import torch
@@ -13,8 +11,8 @@ from fedweave.backbone.prompts import Encoded
 from fedweave.console import ProgressBar
 from fedweave.experts.layout import AdapterLayout
 from fedweave.experts.mixture import Mixture
-from fedweave.kernels.segments import sum_segments
-from fedweave.training.loss import token_nll
+from fedweave.kernels.entropy import token_nll
+from fedweave.kernels.lanes import sum_segments
 
 
 def serving_weights(

@@ -8,8 +8,6 @@ the layer, directly where ``backbone/decoder.py`` does. The same code serves thr
 - generation: x [batch, length, in], one state, one gate per row.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -19,9 +17,8 @@ import torch
 from fedweave.experts.layout import AdapterLayout
 from fedweave.kernels import fused
 from fedweave.kernels.dropout import DropoutKeys
-from fedweave.kernels.experts import add_experts
+from fedweave.kernels.experts import MOST_ROWS, add_experts, add_to_rows
 from fedweave.kernels.lanes import Lanes, Setting, Target, one_lane
-from fedweave.kernels.rows import MOST_ROWS, add_to_rows
 
 
 class Mixture:

@@ -4,8 +4,6 @@ A refused reply costs its sender that reply and nobody else anything: averages a
 refusal is one sentence with the client's name and the reason.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -39,20 +37,14 @@ class Receipts:
     def remembered(self) -> dict[str, list[float]]:
         """``recent`` of the next round. Whole rounds are remembered, so that the order in which replies arrive
         decides nothing."""
-        return {
-            limit: [*self.recent.get(limit, []), *([float(np.median(norms))] if norms else [])][
-                -_REMEMBERED_ROUNDS:
-            ]
-            for limit, norms in self.norms.items()
-        }
+        medians = {limit: [float(np.median(norms))] if norms else [] for limit, norms in self.norms.items()}
+        return {limit: [*self.recent.get(limit, []), *m][-_REMEMBERED_ROUNDS:] for limit, m in medians.items()}
 
 
-Sealed = Callable[[], Message]  # a reply that nobody has opened: opening it is the door's work
+Sealed = Message | Callable[[], Message]  # a reply that nobody has opened yet is opened at the door
 
 
 class Door(Generic[R]):
-    """Opens the replies to one question."""
-
     def __init__(
         self,
         config: Config,
@@ -64,38 +56,33 @@ class Door(Generic[R]):
     ):
         self.config, self.step, self.identity, self.device = config, step, identity, device
         self.asked = {one.member.index: one for one in asked}
+        self.t = asked[0].question.facts["t"] if asked else 0
         self.receipts = receipts
 
     def admit(self, member: Member, sealed: Sealed, warn: Callable[[str], None]) -> R | None:
         """The reply as the step reads it; None where it is refused. Whatever goes wrong in here is the sender's."""
         name = member.name
         try:
-            message = sealed()
+            message = sealed if isinstance(sealed, Message) else sealed()
             self.receipts.bytes_up[name] = self.receipts.bytes_up.get(name, 0) + message.size
             reply = self._check(member, message)
         except NoAnswer as reason:
             warn(f"{name} gave no answer: {reason}.")
             return None
         except Exception as reason:  # a stranger's bytes can raise anything in whoever reads them
-            self._refuse(name, reason, warn)
+            why = str(reason) if isinstance(reason, Refused) else f"it cannot be read ({first_line(reason)})"
+            self.receipts.refused.append((name, why))
+            warn(f"{refusal(name, self.step.said(self.t), why)}.")
             return None
         self.receipts.accepted.add(member.index)
         return reply
-
-    def _refuse(self, name: str, reason: Exception, warn: Callable[[str], None]) -> None:
-        why = str(reason) if isinstance(reason, Refused) else f"it cannot be read ({first_line(reason)})"
-        self.receipts.refused.append((name, why))
-        warn(f"{refusal(name, self.step.said(self._round()), why)}.")
-
-    def _round(self) -> int:
-        return next(iter(self.asked.values())).question.facts["t"] if self.asked else 0
 
     def _check(self, member: Member, message: Message) -> R:
         """Nothing in a message is taken for granted, types included."""
         asked = self.asked.get(member.index)
         if asked is None:
             raise Refused("it was not asked")
-        if message.facts.get("step") != self.step.name or message.facts.get("t") != asked.question.facts["t"]:
+        if message.facts.get("step") != self.step.name or message.facts.get("t") != self.t:
             raise Refused("it answers another question than the open one")
         if member.index in self.receipts.accepted:
             raise Refused("an answer from it has been accepted already")
@@ -114,7 +101,6 @@ class Door(Generic[R]):
     # ---------------------------------------------------------------------------------- tensors
 
     def _specs(self, parts: Mapping[str, Part], message: Message) -> dict[str, Spec]:
-        """What must travel for these parts."""
         specs: dict[str, Spec] = {}
         for name, part in parts.items():
             if part.rounded:
@@ -131,10 +117,9 @@ class Door(Generic[R]):
         if not part.rounded:
             return message.tensors[name]
         dtype = self.config.federation.update_dtype
-        held = {
-            key: t.to(self.device) for key, t in message.tensors.items() if key in encoded_specs(name, 1, dtype)
-        }
-        return decode(name, held, dtype)
+        return decode(
+            name, {key: message.tensors[key].to(self.device) for key in encoded_specs(name, 1, dtype)}, dtype
+        )
 
     def _bounded(
         self, asked: Asked, parts: Mapping[str, Part], values: dict[str, torch.Tensor], name: str
@@ -178,7 +163,6 @@ class Door(Generic[R]):
 
 
 def refusal(name: str, question: str, why: str) -> str:
-    """The sentence an operator reads."""
     return f"{name}'s answer to {question} was refused: {why}"
 
 

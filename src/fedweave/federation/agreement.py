@@ -4,14 +4,13 @@ The comparison is fair to specialists: a client is held only against what others
 fixed sample of columns, so that the server keeps a few kilobytes per client and never a second copy of an update.
 """
 
-from __future__ import annotations
-
 import torch
 
 from fedweave.experts.layout import AdapterLayout
 from fedweave.federation.train import Update
 
 SAMPLE = 4096  # columns; the cosine's error is about 1/64
+AGAINST = -0.1  # below it a client pulls against the others; honest specialists scatter around 0
 
 
 class Agreement:

@@ -1,33 +1,34 @@
-"""Checkpoints that a crash cannot harm.
+"""Checkpoints that a crash cannot harm, and whose damage shows.
 
 A checkpoint is a folder of a safetensors file and a JSON file, which exists whole or not at all; the previous one
-goes only after it.
+goes only after it. The JSON file holds checksums of both.
 """
 
-from __future__ import annotations
-
-import json
-import shutil
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import TypeVar
 
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
-from fedweave.errors import UserError
-from fedweave.files import atomic_folder
+from fedweave.errors import UserError, first_line
+from fedweave.files import atomic_folder, file_sha256, remove_folder
+from fedweave.json_files import Damaged, parse, sealed
 
 KEEP = 2
+STATE, META = "state.safetensors", "meta.json"
+Meta = TypeVar("Meta")
 
 
-def save_checkpoint(folder: Path, name: str, tensors: dict[str, torch.Tensor], meta: dict[str, Any]) -> Path:
+def save_checkpoint(folder: Path, name: str, tensors: dict[str, torch.Tensor], meta: Mapping[str, object]) -> Path:
     """Write ``folder/name`` atomically; an older folder of that name is replaced."""
     final = folder / name
     try:
         with atomic_folder(final, replace=True) as partial:
-            save_file({k: v.detach().cpu().contiguous() for k, v in tensors.items()}, partial / "state.safetensors")
-            (partial / "meta.json").write_text(json.dumps(meta), encoding="utf-8")
+            save_file({k: v.detach().cpu().contiguous() for k, v in tensors.items()}, partial / STATE)
+            text = sealed({**meta, "state_sha256": file_sha256(partial / STATE)}, indent=None)
+            (partial / META).write_text(text, encoding="utf-8")
     except (OSError, SafetensorError) as error:
         reason = getattr(error, "strerror", None) or str(error)
         raise UserError(
@@ -37,27 +38,34 @@ def save_checkpoint(folder: Path, name: str, tensors: dict[str, torch.Tensor], m
     return final
 
 
-def load_checkpoint(path: Path) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
-    """Read a checkpoint, or say which file is damaged."""
+def load_checkpoint(path: Path, kind: type[Meta]) -> tuple[dict[str, torch.Tensor], Meta]:
+    """A checkpoint as it was written; anything else is :class:`Damaged`."""
     try:
-        tensors = load_file(path / "state.safetensors")
-        meta = json.loads((path / "meta.json").read_text(encoding="utf-8"))
-    except (OSError, SafetensorError, ValueError) as error:
-        raise UserError(f"checkpoint {path} is damaged or incomplete ({error}); remove it and resume.") from error
-    return tensors, meta
+        meta = parse((path / META).read_bytes(), kind)
+    except (OSError, Damaged) as error:
+        raise Damaged(f"{META}: {getattr(error, 'strerror', None) or error}") from None
+    try:
+        known = meta.get("state_sha256") if isinstance(meta, dict) else None  # earlier versions wrote none
+        if known is not None and file_sha256(path / STATE) != known:
+            raise Damaged(f"{STATE} is not what was written")
+        return load_file(path / STATE), meta
+    except (OSError, SafetensorError) as error:
+        raise Damaged(f"{STATE}: {getattr(error, 'strerror', None) or first_line(error)}") from None
 
 
 def round_name(completed: int) -> str:
     return f"round-{completed:04d}"
 
 
-def round_checkpoints(folder: Path) -> list[Path]:
-    """Complete round checkpoints, oldest first; half-written ones have another name."""
-    return sorted(p for p in folder.glob("round-*") if p.is_dir())
+def round_checkpoints(folder: Path) -> dict[int, Path]:
+    """Complete round checkpoints by their rounds, oldest first; half-written ones have another name."""
+    named = {p.name.removeprefix("round-"): p for p in folder.glob("round-*") if p.is_dir()}
+    return dict(sorted((int(number), path) for number, path in named.items() if number.isdecimal()))
 
 
-def prune(folder: Path, keep: set[str]) -> None:
-    """Drop old rounds, but never the newest two nor those named in ``keep``."""
-    for path in round_checkpoints(folder)[:-KEEP]:
-        if path.name not in keep:
-            shutil.rmtree(path, ignore_errors=True)
+def prune(folder: Path, keep: set[int]) -> None:
+    """Drop old rounds, but never the newest two nor those in ``keep``."""
+    found = round_checkpoints(folder)
+    for completed in list(found)[:-KEEP]:
+        if completed not in keep:
+            remove_folder(found[completed])

@@ -3,11 +3,9 @@
 The client itself may be anywhere; a ``Member`` is what the server knows of it.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
@@ -19,41 +17,18 @@ RESIDUAL = "residual."  # in a memory: what rounding has taken from a part of th
 OWN = "own"  # in a memory: [P] parameters that never leave the client
 
 
-class Member(Protocol):
-    """What the server knows of client i, wherever it runs."""
-
-    index: int
-    assignment: list[int]  # a(i,·): the expert of every bucket; -1: none
-    note: str  # why it has only one bucket, when that was forced
-
-    @property
-    def name(self) -> str: ...
-
-    @property
-    def sizes(self) -> list[int]:
-        """Examples in every bucket."""
-
-    def learn(self, sizes: list[int], note: str) -> None:
-        """What the client has told of its buckets."""
-
-    def __len__(self) -> int:
-        """|D_i|"""
-
-    def record(self) -> dict[str, Any]:
-        """What a checkpoint keeps of it."""
-
-
 @dataclass
 class Distant:
     """A client elsewhere, as the server knows it."""
 
     index: int
     name: str
-    sizes: list[int] = field(default_factory=list)
-    assignment: list[int] = field(default_factory=list)
-    note: str = ""
+    sizes: list[int] = field(default_factory=list)  # examples in every bucket
+    assignment: list[int] = field(default_factory=list)  # a(i,·): the expert of every bucket; -1: none
+    note: str = ""  # why it has only one bucket, when that was forced
 
     def learn(self, sizes: list[int], note: str) -> None:
+        """What the client has told of its buckets."""
         self.sizes, self.note = sizes, note
 
     def __len__(self) -> int:
@@ -61,6 +36,7 @@ class Distant:
         return sum(n for n, m in zip(self.sizes, self.assignment, strict=False) if m >= 0) or sum(self.sizes)
 
     def record(self) -> dict[str, Any]:
+        """What a checkpoint keeps of it."""
         return asdict(self)
 
     def addressed(self, question: Message, step: str, settings: str, federation: str) -> Message:
@@ -119,7 +95,7 @@ class Memory:
 
 @dataclass
 class Client:
-    """Client i. ``buckets`` come from discovery, ``assignment`` a(i,·) from alignment."""
+    """Client i itself. ``buckets`` come from discovery, ``assignment`` a(i,·) from alignment."""
 
     index: int
     data: ClientData
@@ -144,13 +120,8 @@ class Client:
         return sum(self.sizes) or len(self.data)  # a bucket that no expert serves takes no part
 
     def record(self) -> dict[str, Any]:
-        """What a checkpoint keeps of it."""
-        return {
-            "name": self.name,
-            "buckets": [bucket.tolist() for bucket in self.buckets],
-            "assignment": self.assignment,
-            "note": self.note,
-        }
+        buckets = [bucket.tolist() for bucket in self.buckets]
+        return {"name": self.name, "buckets": buckets, "assignment": self.assignment, "note": self.note}
 
     def restore(self, record: Mapping[str, Any]) -> None:
         self.buckets = [np.array(bucket, dtype=int) for bucket in record["buckets"]]
@@ -162,3 +133,6 @@ class Client:
         for bucket, m in zip(self.buckets, self.assignment, strict=True):
             labels[bucket] = m
         return labels
+
+
+Member = Client | Distant  # what the server knows of client i, wherever it runs

@@ -1,9 +1,9 @@
 """What clients of one process compute with: the frozen backbone, experts on it, and the lockstep trainer."""
 
-from __future__ import annotations
-
+import tempfile
 from collections.abc import Iterator, Sequence
 
+import numpy as np
 import torch
 
 from fedweave.backbone.load import Backbone
@@ -11,16 +11,18 @@ from fedweave.backbone.prompts import Encoded
 from fedweave.config import Config, TrainingConfig
 from fedweave.console import Console
 from fedweave.discovery.clusterers import Buckets, discover_all
+from fedweave.errors import UserError
 from fedweave.evaluation.losses import example_losses
 from fedweave.experts.layout import AdapterLayout
 from fedweave.experts.mixture import Mixture
-from fedweave.federation.buffer import VectorBuffer
 from fedweave.federation.client import Client
 from fedweave.router.mlp import RouterLayout
 from fedweave.streams import stream_key
 from fedweave.training.batch import Lane
 from fedweave.training.lockstep import LaneResult, LockstepTrainer
 from fedweave.training.memory import lanes_that_fit
+
+_IN_MEMORY = 1 << 25  # bytes of vectors; more go to disk
 
 
 class Compute:
@@ -52,7 +54,6 @@ class Compute:
             self._mixture = self._trainer = None
 
     def cluster(self, clients: Sequence[Client]) -> list[Buckets]:
-        """Every client clusters its own features."""
         progress = self.console.progress("clustering", len(clients), "clients")
         # scikit-learn takes 32-bit seeds
         seeds = [stream_key("clusters", self.config.seed, client.index) % 2**32 for client in clients]
@@ -109,3 +110,36 @@ class Compute:
             last.warn = self.console.warn
             self._trainer = last
         return last
+
+
+class VectorBuffer:
+    """Float32 vectors of one length, several for each client, that are kept between two steps."""
+
+    def __init__(self, width: int):
+        self.width, self.count = width, 0
+        self._rows: dict[int, list[int]] = {}  # client -> where its vectors lie
+        self._file = tempfile.SpooledTemporaryFile(_IN_MEMORY)  # noqa: SIM115 - lives as long as the buffer
+
+    def __contains__(self, client: int) -> bool:
+        return client in self._rows
+
+    def append(self, client: int, vector: torch.Tensor) -> None:
+        """vector [width]"""
+        try:
+            self._file.seek(4 * self.width * self.count)
+            self._file.write(vector.detach().float().cpu().contiguous().numpy().tobytes())
+        except OSError as error:
+            raise UserError(
+                f"warmup adapters do not fit into {tempfile.gettempdir()} ({error.strerror}); set TMPDIR to a "
+                "folder with more space."
+            ) from error
+        self._rows.setdefault(client, []).append(self.count)
+        self.count += 1
+
+    def read(self, client: int) -> list[torch.Tensor]:
+        """A client's vectors in the order in which they came."""
+        return [self._row(row) for row in self._rows[client]]
+
+    def _row(self, row: int) -> torch.Tensor:
+        self._file.seek(4 * self.width * row)
+        return torch.from_numpy(np.frombuffer(self._file.read(4 * self.width), dtype=np.float32).copy())

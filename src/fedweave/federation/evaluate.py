@@ -6,19 +6,21 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+import numpy as np
 import torch
 
+from fedweave.aggregation.robust import capped
 from fedweave.federation.client import OWN, Client
 from fedweave.federation.message import Facts, Message
 from fedweave.federation.state import received
 from fedweave.federation.steps import Answer, Asked, Figure, Step
-from fedweave.router.mlp import sparsify
 
 if TYPE_CHECKING:
     from fedweave.federation.compute import Compute
     from fedweave.federation.method import Method
 
 _MOST = 1e4  # nats: more than any vocabulary can cost
+_LONGEST = 3.0  # times the median of all sites: a site's mean loss that is believed
 
 
 @dataclass
@@ -41,6 +43,18 @@ class Loss:
         return self.entropy / self.count if self.count else float("nan")
 
 
+def overall(losses: Sequence[Loss], most: float) -> Loss:
+    """The sum over sites, of which none tips the choice of a round alone: a mean beyond a few times the median of
+    all counts as that, and nobody for more than the share ``most`` of all examples."""
+    limit = _LONGEST * float(np.median([loss.mean for loss in losses]))
+    shares, count = capped([loss.count for loss in losses], most).tolist(), sum(loss.count for loss in losses)
+    counted = [
+        Loss(min(loss.mean, limit) * share * count, loss.mean_entropy * share * count, 0)
+        for loss, share in zip(losses, shares, strict=True)
+    ]
+    return sum(counted, Loss(count=count))
+
+
 class Evaluate(Step[Loss]):
     """The validation loss of every site, with the routing that selects the best round."""
 
@@ -61,7 +75,7 @@ class Evaluate(Step[Loss]):
             if own is not None and shared is not None:  # a site answers with what it keeps
                 theta = torch.where(shared.to(theta.device), theta, own)
             weights = state.weights(held.features)
-            gates = sparsify(weights, self.method.selection)
+            gates = state.gates(weights, self.method.selection)
             losses = compute.losses(state.layout, theta, held.examples, gates)
             entropy = max(0.0, -(weights.clamp(min=1e-12).log() * weights).sum().item())
             yield Answer(figures={"total": losses.sum().item(), "entropy": entropy, "count": len(held)})

@@ -4,8 +4,6 @@ Whatever is to happen to all that leaves (clipping, noise, masks) is a filter in
 and no engine has another way out.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import torch

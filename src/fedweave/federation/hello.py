@@ -1,7 +1,5 @@
 """Hello: who is there, and with which model. The first question to a site, before any of its rows is read."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import torch
@@ -15,18 +13,13 @@ _MOST_LAYERS, _WIDEST, _LONGEST_NAME = 100_000, 2**24, 80
 
 @dataclass
 class Shape:
-    """A linear layer that is elsewhere."""
-
     in_features: int
     out_features: int
 
 
 @dataclass
 class Introduction:
-    """A site and its model."""
-
     name: str
-    version: str
     fingerprint: str
     identity: dict[str, str]  # Backbone.identity
     width: int  # d of the router's features
@@ -52,12 +45,6 @@ class Hello(Reply[Introduction]):
         names, inputs, outputs = figures["layers"], figures["inputs"], figures["outputs"]
         if not len(names) == len(inputs) == len(outputs) == len(set(names)):
             raise Refused("its layers have no proper shapes")
-        shapes: list[Shaped] = [Shape(i, o) for i, o in zip(inputs, outputs, strict=True)]
-        return Introduction(
-            figures["name"],
-            figures["version"],
-            figures["fingerprint"],
-            {part: figures[part] for part in ("backbone", "tokenizer")},
-            figures["width"],
-            dict(zip(names, shapes, strict=True)),
-        )
+        layers: dict[str, Shaped] = {name: Shape(i, o) for name, i, o in zip(names, inputs, outputs, strict=True)}
+        identity = {part: figures[part] for part in ("backbone", "tokenizer")}
+        return Introduction(figures["name"], figures["fingerprint"], identity, figures["width"], layers)

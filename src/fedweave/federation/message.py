@@ -1,7 +1,7 @@
 """A message: named tensors and a few plain facts. Everything that passes between server and clients is one.
 
 In one process a message is handed over as it is; between processes it is safetensors and JSON, over Flower its
-records (``engines/flower/codec.py``). Nothing in it is ever unpickled.
+records (``engines/flower/transport.py``). Nothing in it is ever unpickled.
 """
 
 from __future__ import annotations
@@ -38,7 +38,6 @@ class Message:
 
     @property
     def size(self) -> int:
-        """Bytes of the tensors."""
         return tensor_bytes(self.tensors.values())
 
     def to_bytes(self) -> bytes:

@@ -14,9 +14,10 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
-from fedweave.aggregation.rules import ClientAverage, ExpertAverage
+from fedweave.aggregation.robust import client_average, expert_average
 from fedweave.config import Config
 from fedweave.discovery.clusterers import Buckets
+from fedweave.errors import UserError
 from fedweave.experts.layout import AdapterLayout
 from fedweave.federation.client import Client, Member
 from fedweave.federation.compute import Compute
@@ -70,12 +71,15 @@ class Method(ABC):
     summary = ""
     uses_labels = False  # True only for an upper bound that is told the tasks
     gathers = False  # True only for a reference that has everybody's data in one place
+    continues = True  # whether init=BUNDLE can be its start
     own_routing = "sparse"  # how the method means its experts to be used at inference
     trains_router = True  # False: the router of a method with experts stays as it was prepared, and sends nothing
     discovers = False  # whether clients sign their units before round 1, so that experts can be aligned
     units: Units = staticmethod(whole_clients)
 
     def __init__(self, config: Config):
+        if config.init and not self.continues:
+            raise UserError(f"method={config.method} cannot start from a bundle; leave init empty.")
         self.config = config
         self.train, self.evaluate = Train(self), Evaluate(self)
 
@@ -121,7 +125,8 @@ class Method(ABC):
         pools, batch_size = self.pools(client, state), self.config.training.batch_size
         schedule = local_schedule(pools, self.local_steps(client), batch_size, self.config.seed, t, client.index)
         phi = state.phi[0] if state.phi is not None else None
-        return Lane(client.data, schedule, state.theta, phi, (self.config.seed, t, client.index))
+        even = self.config.training.weighting == "example"
+        return Lane(client.data, schedule, state.theta, phi, (self.config.seed, t, client.index), even=even)
 
     def counts(self, client: Client, state: RoutedExperts) -> torch.Tensor:
         """n(i,m), [M]: the examples with which client i speaks for each expert; a pool without steps is silent."""
@@ -129,6 +134,15 @@ class Method(ABC):
         budget = allot_steps([len(pool) for pool in pools], self.local_steps(client))
         heard = [labels[pool] for pool, steps in zip(pools, budget, strict=True) if steps]
         return torch.bincount(torch.cat(heard), minlength=state.layout.experts).float()
+
+    def claims(self, member: Member, experts: int) -> list[int]:
+        """[M] the most examples with which a client may speak for each expert: what its buckets have, as it said
+        before alignment."""
+        most = [0] * experts
+        for size, m in zip(member.sizes, member.assignment, strict=True):
+            if m >= 0:
+                most[m] += size
+        return most
 
     def pace(self, state: Broadcast, t: int) -> float:
         """Round t's share of the learning rates."""
@@ -143,15 +157,7 @@ class Method(ABC):
         pace = self.pace(state, t)
         results = compute.train(state.layout, router, lanes, f"round {t + 1}", transient=True, pace=pace)
         for client, result in zip(clients, results, strict=True):
-            yield Update(
-                client.index,
-                result.delta_theta,
-                self.counts(client, state),
-                result.delta_phi,
-                len(client),
-                result.losses,
-                result.tokens,
-            )
+            yield Update(client.index, counts=self.counts(client, state), samples=len(client), **vars(result))
 
     def shared(self, layout: AdapterLayout, t: int) -> torch.Tensor | None:
         """The columns of θ that travel in round t, [P] bool; None: all of them. What a client has of its own in the
@@ -166,9 +172,10 @@ class Method(ABC):
 
     def aggregate(self, engine: Engine, state: ServerState, updates: Iterable[Update]) -> ServerState:
         """Line 14: experts over matched prototypes, the router over whole clients."""
-        experts = ExpertAverage(state.layout, state.theta.device)
+        experts = expert_average(state.layout, state.theta.device, self.config)
         learns = state.router is not None and self.trains_router
-        router = ClientAverage(state.router.size, state.theta.device) if learns and state.router else None
+        device, size = state.theta.device, state.router.size if state.router else 0
+        router = client_average(size, device, self.config) if learns else None
         for update in updates:
             experts.add(update.delta_theta, update.counts, update.samples)
             if router is not None and update.delta_phi is not None:

@@ -3,8 +3,6 @@
 All arithmetic is float32: casting is all that a device must know of bfloat16.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 
 import torch

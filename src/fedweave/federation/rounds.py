@@ -14,7 +14,7 @@ import numpy as np
 from fedweave.config import Config
 from fedweave.errors import UserError
 from fedweave.federation.admission import Receipts, refusal
-from fedweave.federation.agreement import Agreement
+from fedweave.federation.agreement import AGAINST, Agreement
 from fedweave.federation.client import Member
 from fedweave.federation.engines.base import Engine
 from fedweave.federation.method import Method
@@ -39,10 +39,15 @@ def federate(
             if line := method.admit(engine, state, newcomer):
                 engine.welcome(newcomer)
                 engine.console.say(f"site {newcomer.name} joins with {len(newcomer.sizes)} buckets: {line}")
-        participants = sample_clients(engine.present(), method.config, t)  # line 8: S_t
+        trusted = [member for member in engine.present() if not _quarantined(method.config, state, member)]
+        participants = sample_clients(trusted, method.config, t)  # line 8: S_t
         state, report = one_round(method, engine, state, participants, t)
         state = after_round(state, report) or state
     return state
+
+
+def _quarantined(config: Config, state: ServerState, member: Member) -> bool:
+    return 0 < config.federation.quarantine <= state.doubts.get(member.name, 0)
 
 
 def one_round(
@@ -58,7 +63,14 @@ def one_round(
         replies = engine.ask(method.train, participants, question, report.receipts)  # lines 10-13
         moved = method.aggregate(engine, state, report.listen(replies))  # line 14
         if len(report.receipts.accepted) >= settings.min_answers:
-            return replace(moved, norms=report.receipts.remembered()), report
+            moved = replace(moved, norms=report.receipts.remembered(), doubts=report.doubts(state.doubts))
+            for member in participants:
+                if _quarantined(method.config, moved, member):
+                    engine.console.warn(
+                        f"{member.name} has pulled against the others in {settings.quarantine} rounds in a row; it "
+                        "is not asked again."
+                    )
+            return moved, report
         got = len(report.receipts.accepted)
         short = f"round {t + 1} got {got} of the {settings.min_answers} usable answers that it needs"
         if attempt < settings.repeats:
@@ -103,6 +115,15 @@ class RoundReport:
             self.tokens += update.tokens
             self.agreement.add(update)
             yield update
+
+    def doubts(self, before: dict[str, int]) -> dict[str, int]:
+        """Rounds in a row, up to this one, in which a client pulled against the others."""
+        names = {member.index: member.name for member in self.participants}
+        after = dict(before)
+        for index, cosine in self.agreement.cosines().items():
+            name = names[index]
+            after[name] = after.get(name, 0) + 1 if cosine is not None and cosine < AGAINST else 0
+        return {name: count for name, count in after.items() if count}
 
     @property
     def train_loss(self) -> float:

@@ -1,9 +1,7 @@
 """What the server holds from round to round, and the part of it that it tells its clients."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
 import torch
@@ -28,6 +26,7 @@ class ServerState(Broadcast):
     private: torch.Tensor | None = None  # [clients, P] what clients keep, where the server plays them
     signatures: torch.Tensor | None = None  # [M, D] means of the experts' buckets, for clients that come later
     norms: dict[str, list[float]] = field(default_factory=dict)  # median norms of accepted updates, recent rounds
+    doubts: dict[str, int] = field(default_factory=dict)  # client -> rounds in a row in which it pulled against all
     report: dict[str, Any] = field(default_factory=dict)  # how discovery and alignment went
 
     def tensors(self) -> dict[str, torch.Tensor]:
@@ -56,10 +55,10 @@ def received(message: Message, layers: Mapping[str, Shaped], device: torch.devic
 
 
 def router_facts(router: RouterLayout) -> Facts:
-    return {"width": router.width, "hidden": router.hidden, "router_experts": router.experts, "scale": router.scale}
+    return {f"router_{name}": value for name, value in asdict(router).items()}
 
 
 def read_router(facts: Facts) -> RouterLayout | None:
-    if "hidden" not in facts:
+    if "router_hidden" not in facts:
         return None
-    return RouterLayout(facts["width"], facts["hidden"], facts["router_experts"], facts["scale"])
+    return RouterLayout(**{field.name: facts[f"router_{field.name}"] for field in fields(RouterLayout)})

@@ -45,8 +45,6 @@ class Update:
 
 
 class Train(Step[Update]):
-    """One round at the clients."""
-
     name = "train"
 
     def __init__(self, method: Method):
@@ -65,8 +63,10 @@ class Train(Step[Update]):
         shared = self.method.shared(state.layout, t)
         updates = self.method.local_updates(compute, state, clients, t)
         for client, update in zip(clients, updates, strict=True):
-            if shared is not None:
-                self._keep(client, update, shared.to(update.delta_theta.device))
+            own = client.memory.get(OWN)
+            if shared is not None and own is not None:  # what it has for itself moves, and stays
+                at_home = torch.where(shared.to(update.delta_theta.device), 0.0, update.delta_theta)
+                client.memory.keep(OWN, own + at_home)
             columns = self.columns(state.layout, compute.device, t)
             parts = {name: update.delta_theta[columns[name]] for name in _sent(columns, update.counts.tolist())}
             if update.delta_phi is not None:
@@ -75,11 +75,6 @@ class Train(Step[Update]):
                 "counts": update.counts.tolist(), "samples": update.samples, "losses": update.losses,
                 "tokens": update.tokens,
             })  # fmt: skip
-
-    def _keep(self, client: Client, update: Update, shared: torch.Tensor) -> None:
-        """Move what the client has for itself, where the method gives it anything of its own."""
-        if (own := client.memory.get(OWN)) is not None:
-            client.memory.keep(OWN, own + torch.where(shared, 0.0, update.delta_theta))
 
     def columns(self, layout: AdapterLayout, device: torch.device, t: int) -> dict[str, torch.Tensor]:
         """For every part of θ, the experts' and the shared one, its columns that travel in round t."""
@@ -110,6 +105,9 @@ class Train(Step[Update]):
             raise Refused("it has examples for no expert")
         if max(counts) > samples:
             raise Refused(f"it claims more of its {samples} examples for an expert than it has")
+        for m, (count, most) in enumerate(zip(counts, self.method.claims(asked.member, len(counts)), strict=True)):
+            if count > most:
+                raise Refused(f"it claims {count:g} examples for expert {m}, where its buckets have {most}")
         state = received(asked.question, asked.layers, asked.question.tensors["theta"].device)
         columns = self.columns(state.layout, state.theta.device, asked.question.facts["t"])
         parts = {name: Part((len(columns[name]),), rounded=True, limit=EXPERTS) for name in _sent(columns, counts)}
@@ -135,15 +133,9 @@ class Train(Step[Update]):
         for name, columns in self.columns(layout, theta.device, asked.question.facts["t"]).items():
             if (part := parts.get(name)) is not None:
                 delta[columns] = part
-        return Update(
-            asked.member.index,
-            delta,
-            torch.tensor(figures["counts"], dtype=torch.float32),
-            parts.get(ROUTER),
-            int(figures["samples"]),
-            figures["losses"],
-            int(figures["tokens"]),
-        )
+        counts = torch.tensor(figures["counts"], dtype=torch.float32)
+        samples, tokens = int(figures["samples"]), int(figures["tokens"])
+        return Update(asked.member.index, delta, counts, parts.get(ROUTER), samples, figures["losses"], tokens)
 
     def broadcast_size(self, layout: AdapterLayout, router: RouterLayout | None, t: int) -> int:
         """Bytes that a participant needs of round t's broadcast: the columns that the server may have moved since

@@ -28,25 +28,27 @@ _CHECK_EVERY = 16  # steps between two looks at whether every row has ended; a l
 def generate(
     backbone: Backbone,
     prompts: Sequence[EncodedPrompt],
-    max_new_tokens: int,
+    max_new_tokens: int | Sequence[int],
     mixture: Mixture | None = None,
     theta: torch.Tensor | None = None,
     gates: torch.Tensor | None = None,  # [n, M]
     batch_size: int | str = "auto",
     progress: ProgressBar | None = None,
 ) -> list[str]:
-    """Answers in the order of ``prompts``; batches are formed by length."""
+    """Answers in the order of ``prompts``, each of at most so many tokens as all may have or as it may have itself;
+    batches are formed by that and by length."""
     answers = [""] * len(prompts)
+    limits = [max_new_tokens] * len(prompts) if isinstance(max_new_tokens, int) else list(max_new_tokens)
     if batch_size == "auto":
         batch_size = 400 if backbone.device.type == "cuda" else 32
     batch_size = int(batch_size)
-    order = sorted(range(len(prompts)), key=lambda i: -len(prompts[i].ids))
+    order = sorted(range(len(prompts)), key=lambda i: (-limits[i], -len(prompts[i].ids)))
     weights = serving_weights(mixture.layout, theta, backbone.dtype) if mixture and theta is not None else None
     for start in range(0, len(order), batch_size):
         batch = order[start : start + batch_size]
-        rows = [prompts[i] for i in batch]
+        rows, most = [prompts[i] for i in batch], [limits[i] for i in batch]
         if mixture is None or weights is None:
-            tokens = _decode(backbone, rows, max_new_tokens, lambda shape, step: step())
+            tokens = _decode(backbone, rows, most, lambda shape, step: step())
         else:
             chosen = None if gates is None else gates[batch].to(backbone.device)  # [rows, M]
 
@@ -62,7 +64,7 @@ def generate(
                 with mixture.active(weights, spread):
                     return step()
 
-            tokens = _decode(backbone, rows, max_new_tokens, routed)
+            tokens = _decode(backbone, rows, most, routed)
         for i, text in zip(batch, _texts(backbone, tokens), strict=True):
             answers[i] = text
         if progress:
@@ -73,9 +75,12 @@ def generate(
 Around = Callable[[Packed | None, Callable[[], torch.Tensor]], torch.Tensor]
 
 
-def _decode(backbone: Backbone, prompts: Sequence[EncodedPrompt], steps: int, around: Around) -> torch.Tensor:
+def _decode(
+    backbone: Backbone, prompts: Sequence[EncodedPrompt], limits: Sequence[int], around: Around
+) -> torch.Tensor:
     """Greedy tokens of a batch, [rows, steps]; ``around`` switches the experts on for one pass."""
-    device, count = backbone.device, len(prompts)
+    device, count, steps = backbone.device, len(prompts), max(limits)
+    most = torch.tensor(limits, device=device)  # [rows]
     packed = pack([[p.ids for p in prompts]], device)
     cache = RowCache(count, packed.longest + steps)
     hidden = around(packed, lambda: backbone.hidden(packed, cache.read(packed)))
@@ -90,7 +95,7 @@ def _decode(backbone: Backbone, prompts: Sequence[EncodedPrompt], steps: int, ar
 
     def advance() -> None:
         """Keep the newest token of rows that go on, then predict the next; all in place, so it can be replayed."""
-        done.logical_or_(torch.isin(newest, stop))
+        done.logical_or_(torch.isin(newest, stop) | (column >= most))
         kept = torch.where(done, out.new_full((), backbone.tokenizer.pad_token_id), newest)
         out.index_copy_(1, column, kept[:, None])
         states = around(None, lambda: backbone.next_hidden(newest, positions, cache))
@@ -105,7 +110,7 @@ def _decode(backbone: Backbone, prompts: Sequence[EncodedPrompt], steps: int, ar
         replay()
         if step % _CHECK_EVERY == _CHECK_EVERY - 1 and bool(done.all()):
             return out
-    done.logical_or_(torch.isin(newest, stop))
+    done.logical_or_(torch.isin(newest, stop) | (column >= most))
     out.index_copy_(1, column, torch.where(done, backbone.tokenizer.pad_token_id, newest)[:, None])
     return out
 

@@ -11,14 +11,14 @@ import torch
 from fedweave.backbone.features import compute_features
 from fedweave.backbone.load import Backbone
 from fedweave.backbone.prompts import EncodedPrompt
-from fedweave.console import Console
+from fedweave.console import Console, ProgressBar
 from fedweave.data.examples import Prompt
 from fedweave.errors import UserError
 from fedweave.experts.mixture import Mixture
 from fedweave.inference.rows import Row, RunningBatch
 from fedweave.inference.sampling import Sampling
-from fedweave.router.mlp import active_experts, sparsify
-from fedweave.router.routed import RoutedExperts
+from fedweave.router.mlp import active_experts
+from fedweave.router.routed import RoutedExperts, foremost
 
 
 @dataclass
@@ -26,7 +26,7 @@ class Answer:
     """A text and who gave it."""
 
     text: str
-    expert: int  # the one with the largest weight
+    expert: int  # the one with the largest weight; -1: none, for a prompt like none before
     weights: list[float]  # of all experts
     ended: str = "stop"  # stop: by itself or at a stop string; length: at max_new_tokens
 
@@ -62,16 +62,22 @@ class FedWeaveModel:
 
     # ---------------------------------------------------------------------------------- answering
 
-    def generate(self, prompts: Sequence[Prompt], routing: str = "sparse", **options: object) -> list[Answer]:
+    def generate(
+        self,
+        prompts: Sequence[Prompt],
+        routing: str = "sparse",
+        progress: ProgressBar | None = None,
+        **options: object,
+    ) -> list[Answer]:
         """Answers in the order of ``prompts``, each by its own experts, in one batch. A prompt is a text or a tuple
         of chat messages; ``options`` carry the names of transformers' GenerationConfig (:class:`Sampling`)."""
         encoded = self.backbone.prompts.encode_prompts(_several(prompts))
         weights, rows = self._rows(encoded, routing, options)
-        for _ in self._run(rows):
-            pass
+        for row, _ in self._run(rows):
+            if row.ended and progress:
+                progress.advance()
         return [
-            Answer(row.text.text, int(w.argmax()), w.tolist(), row.ended)
-            for row, w in zip(rows, weights, strict=True)
+            Answer(row.text.text, foremost(w), w.tolist(), row.ended) for row, w in zip(rows, weights, strict=True)
         ]
 
     def stream(self, prompt: Prompt, routing: str = "sparse", **options: object) -> Iterator[str]:
@@ -88,9 +94,10 @@ class FedWeaveModel:
     ) -> tuple[torch.Tensor, list[Row]]:
         """(router weights [n, M], rows to run); whatever is wrong with the options shows before anything runs."""
         sampling = Sampling.of(options)
+        self.backbone.check_answer(sampling.max_new_tokens)
         active_experts(routing)
         weights = self.route_encoded(encoded)
-        gates = sparsify(weights, routing)
+        gates = self.experts.gates(weights, routing)
         return weights, [
             Row(self.backbone, prompt, gate, sampling, number)
             for number, (prompt, gate) in enumerate(zip(encoded, gates, strict=True))

@@ -5,8 +5,6 @@ operation here has two versions of one formula: a Triton kernel for CUDA, which 
 once, and plain torch for everything else, which is also the reference that tests compare with.
 """
 
-from __future__ import annotations
-
 import os
 from typing import Protocol
 

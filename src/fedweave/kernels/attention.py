@@ -19,6 +19,7 @@ from typing import Protocol
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from fedweave.kernels import Context, power_of_two, tl, triton
 
@@ -50,13 +51,13 @@ def sequence_tiles(lengths: np.ndarray, tokens: int) -> np.ndarray:
 
 
 def short_attention(
-    q: torch.Tensor,  # [T, heads, D]
-    k: torch.Tensor,  # [T, kv_heads, D]
-    v: torch.Tensor,
-    tiles: torch.Tensor,  # [n, 3] int32
+    q: Tensor,  # [T, heads, D]
+    k: Tensor,  # [T, kv_heads, D]
+    v: Tensor,
+    tiles: Tensor,  # [n, 3] int32
     scale: float,
     softcap: float | None = None,
-) -> torch.Tensor:
+) -> Tensor:
     """[T, heads, D]."""
     return _ShortAttention.apply(q, k, v, tiles, scale, softcap)
 
@@ -68,14 +69,8 @@ class _Attended(Context, Protocol):
 class _ShortAttention(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: _Attended,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        tiles: torch.Tensor,
-        scale: float,
-        softcap: float | None,
-    ) -> torch.Tensor:
+        ctx: _Attended, q: Tensor, k: Tensor, v: Tensor, tiles: Tensor, scale: float, softcap: float | None
+    ) -> Tensor:
         q, k, v = (x if x.stride(2) == 1 else x.contiguous() for x in (q, k, v))
         ctx.launch = Launch(tiles, scale, softcap)
         out, lse = ctx.launch.forward(q, k, v)
@@ -83,7 +78,7 @@ class _ShortAttention(torch.autograd.Function):
         return out
 
     @staticmethod
-    def backward(ctx: _Attended, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+    def backward(ctx: _Attended, *grads: Tensor) -> tuple[Tensor | None, ...]:
         q, k, v, out, lse = ctx.saved_tensors
         do = grads[0].contiguous()
         dq, delta = ctx.launch.dq(q, k, v, out, lse, do)
@@ -95,11 +90,11 @@ class _ShortAttention(torch.autograd.Function):
 class Launch:
     """The three kernels on one batch's sequences."""
 
-    tiles: torch.Tensor  # [n, 3]
+    tiles: Tensor  # [n, 3]
     scale: float
     softcap: float | None
 
-    def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def forward(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         """out [T, heads, D], and log2 of the softmax's sum [T, heads]."""
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
         lse = torch.empty(q.shape[:2], device=q.device)
@@ -107,15 +102,7 @@ class Launch:
         _attend_kernel[(len(self.tiles), q.shape[1])](q, k, v, self.tiles, out, lse, *numbers, **options)
         return out, lse
 
-    def dq(
-        self,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        out: torch.Tensor,
-        lse: torch.Tensor,
-        do: torch.Tensor,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def dq(self, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, do: Tensor) -> tuple[Tensor, Tensor]:
         """dq [T, heads, D], and Σ do · out [T, heads]."""
         dq, delta = torch.empty(q.shape, dtype=q.dtype, device=q.device), torch.empty_like(lse)
         numbers, options = self._arguments("dq", q, k, v)
@@ -124,15 +111,7 @@ class Launch:
         )
         return dq, delta
 
-    def dkv(
-        self,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        lse: torch.Tensor,
-        delta: torch.Tensor,
-        do: torch.Tensor,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def dkv(self, q: Tensor, k: Tensor, v: Tensor, lse: Tensor, delta: Tensor, do: Tensor) -> tuple[Tensor, Tensor]:
         """dk and dv [T, kv_heads, D]."""
         dk, dv = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (k, v))
         numbers, options = self._arguments("dkv", q, k, v)
@@ -142,7 +121,7 @@ class Launch:
         return dk, dv
 
     def _arguments(
-        self, kernel: str, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
+        self, kernel: str, q: Tensor, k: Tensor, v: Tensor
     ) -> tuple[tuple[float | int, ...], dict[str, int]]:
         heads, kv_heads, width = q.shape[1], k.shape[1], q.shape[2]
         padded = max(16, power_of_two(width))

@@ -1,17 +1,49 @@
-"""Cross-entropy of a block of logits, which become their own gradient in place:  z  →  softmax(z) - onehot."""
+"""Per-token cross-entropy without ever holding all logits.
 
-from __future__ import annotations
+Only answer positions reach the LM head, a block of rows at a time. The head is frozen, so the gradient of a
+token's loss with respect to its own hidden state can be taken in the same pass, while the block's logits are
+at hand: backward is then one multiplication and nothing is computed twice.
+The logits become their own gradient in place:  z  →  softmax(z) - onehot.
+"""
 
 import torch
+from torch import Tensor
 
-from fedweave.kernels import fused, tl, triton
+from fedweave.kernels import Context, fused, tl, triton
 
+_BLOCK_ELEMENTS = 1 << 28  # logits of one block: 1 GiB in float32
 _BLOCK = 4096
 
 
+def token_nll(hidden: Tensor, head: Tensor, targets: Tensor, softcap: float | None = None) -> Tensor:
+    """Negative log-likelihood of each target: hidden [n, d], head [V, d], targets [n] to [n] in float32."""
+    return _LinearCrossEntropy.apply(hidden, head, targets, softcap)
+
+
+class _LinearCrossEntropy(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Context, hidden: Tensor, head: Tensor, targets: Tensor, softcap: float | None) -> Tensor:
+        rows = max(1, _BLOCK_ELEMENTS // head.shape[0])
+        nll = torch.empty(len(hidden), device=hidden.device)  # [n]
+        grad = torch.empty_like(hidden) if hidden.requires_grad else None  # [n, d]
+        for start in range(0, len(hidden), rows):
+            block = slice(start, start + rows)
+            logits = hidden[block] @ head.T  # [rows, V]
+            nll[block], slope = entropy_and_slope(logits, targets[block], softcap, grad is not None)
+            if grad is not None and slope is not None:
+                grad[block] = slope @ head
+        ctx.save_for_backward(grad)
+        return nll
+
+    @staticmethod
+    def backward(ctx: Context, *grad_outputs: Tensor) -> tuple[Tensor, None, None, None]:
+        (grad,) = ctx.saved_tensors
+        return grad * grad_outputs[0][:, None].to(grad.dtype), None, None, None
+
+
 def entropy_and_slope(
-    logits: torch.Tensor, targets: torch.Tensor, softcap: float | None, slope: bool
-) -> tuple[torch.Tensor, torch.Tensor | None]:
+    logits: Tensor, targets: Tensor, softcap: float | None, slope: bool
+) -> tuple[Tensor, Tensor | None]:
     """Losses [n] in float32 of logits [n, V] (before the soft-cap), and d loss / d logits if asked for."""
     if fused(logits):
         nll = torch.empty(len(logits), device=logits.device)

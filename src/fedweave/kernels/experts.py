@@ -10,27 +10,29 @@ own gates g [M]. Forward and backward are made of three products over lane segme
 Dropout masks are never written to memory: a mask bit is a hash, cheaper to compute than to read.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Protocol
 
 import torch
+from torch import Tensor
 
-from fedweave.kernels import Context
+from fedweave.kernels import Context, fused, power_of_two, tl, triton
 from fedweave.kernels.lanes import Setting, Target
 from fedweave.kernels.products import expand, outer, reduce, reduce_back
 
+MOST_ROWS = 64  # beyond, computing u once for all blocks is cheaper
+_TOKENS, _COLUMNS = 16, 64  # a tensor core's smallest side is 16
+
 
 def add_experts(
-    y: torch.Tensor,  # [..., columns] with T rows in all; changed in place
-    x: torch.Tensor,  # [T, n]
-    gates: torch.Tensor | None,  # [T, M] float32; None: one expert with weight 1
+    y: Tensor,  # [..., columns] with T rows in all; changed in place
+    x: Tensor,  # [T, n]
+    gates: Tensor | None,  # [T, M] float32; None: one expert with weight 1
     targets: Sequence[Target],
-    factors: Sequence[torch.Tensor],  # A [K, M·r, n] and B [K, M·r, width] of every target in turn
+    factors: Sequence[Tensor],  # A [K, M·r, n] and B [K, M·r, width] of every target in turn
     setting: Setting,
-    weight: torch.Tensor | None = None,  # [columns, n]
-) -> torch.Tensor:
+    weight: Tensor | None = None,  # [columns, n]
+) -> Tensor:
     """y with the experts' contribution. With ``weight`` y is x times that frozen weight, computed without gradient:
     the way back through both is one sum."""
     return _AddExperts.apply(y, x, gates, targets, setting, weight, *factors)
@@ -39,23 +41,23 @@ def add_experts(
 class _Added(Context, Protocol):
     targets: Sequence[Target]
     setting: Setting
-    weight: torch.Tensor | None
+    weight: Tensor | None
     gated: bool
-    places: list[torch.Tensor | None]  # where the factors' gradients are added up
+    places: list[Tensor | None]  # where the factors' gradients are added up
 
 
 class _AddExperts(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: _Added,
-        y: torch.Tensor,
-        x: torch.Tensor,
-        gates: torch.Tensor | None,
+        y: Tensor,
+        x: Tensor,
+        gates: Tensor | None,
         targets: Sequence[Target],
         setting: Setting,
-        weight: torch.Tensor | None,
-        *factors: torch.Tensor,
-    ) -> torch.Tensor:
+        weight: Tensor | None,
+        *factors: Tensor,
+    ) -> Tensor:
         reduced, rows = [], y.flatten(0, -2)  # flat only in here: autograd copies where a view is changed in place
         for target, a, b in zip(targets, factors[::2], factors[1::2], strict=True):
             u, gu = reduce(x, a, setting, target.index, gates)  # [T, M·r]
@@ -68,7 +70,7 @@ class _AddExperts(torch.autograd.Function):
         return y
 
     @staticmethod
-    def backward(ctx: _Added, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+    def backward(ctx: _Added, *grads: Tensor) -> tuple[Tensor | None, ...]:
         dy, setting, weight, count = grads[0].flatten(0, -2), ctx.setting, ctx.weight, len(ctx.targets)
         x, *rest = ctx.saved_tensors
         gates = rest.pop(0) if ctx.gated else None
@@ -77,7 +79,7 @@ class _AddExperts(torch.autograd.Function):
         if ctx.needs_input_grad[1]:
             dx = dy @ weight if weight is not None else torch.empty_like(x)
         dgates = torch.zeros_like(gates) if gates is not None else None
-        factor_grads: list[torch.Tensor | None] = []
+        factor_grads: list[Tensor | None] = []
         for i, target in enumerate(ctx.targets):
             pair = slice(2 * i, 2 * i + 2)
             (a, b), (u, gu) = factors[pair], reduced[pair]
@@ -87,3 +89,63 @@ class _AddExperts(torch.autograd.Function):
             if dx is not None:
                 expand(dx, du, a, setting, 1.0, drop=target.index, add=i > 0 or weight is not None)
         return None if weight is not None else grads[0], dx, dgates, None, None, None, *factor_grads
+
+
+# -------------------------------------------------------------------------------------- a few rows
+# While decoding there is one lane, no gradient and no dropout, and the number of operations is what costs, not the
+# arithmetic: a token passes dozens of layers, and each more operation is a call on a CPU, a launch on a GPU. So
+# both products are one Triton kernel: every block of output columns computes the few numbers u = A x for itself,
+# which is cheaper than a second launch.
+
+
+def add_to_rows(
+    y: Tensor,  # [T, width], changed in place
+    x: Tensor,  # [T, n]
+    a: Tensor,  # [M·r, n]
+    b: Tensor,  # [M·r, width]
+    wide: Tensor | None,  # [T, M·r] the scaled gates, each for its expert's r columns
+    scale: float,  # in place of gates where there are none
+) -> None:
+    """y += (wide ⊙ x Aᵀ) B."""
+    if fused(x):
+        tokens, width = y.shape
+        _rows_kernel[(-(-tokens // _TOKENS), -(-width // _COLUMNS))](
+            y, x.contiguous(), a, b, a if wide is None else wide, scale,
+            tokens, x.shape[1], len(a), width, y.stride(0),
+            GATED=wide is not None, R=max(16, power_of_two(len(a))), TOKENS=_TOKENS, COLUMNS=_COLUMNS,
+            DEPTH=min(256, max(16, power_of_two(x.shape[1]))),
+        )  # fmt: skip
+        return
+    u = torch.mm(x, a.t())  # [T, M·r]
+    if wide is None:
+        y.addmm_(u, b, alpha=scale)
+    else:
+        y.addmm_(u.mul_(wide), b)
+
+
+if triton is not None:
+
+    @triton.jit
+    def _rows_kernel(
+        y, x, a, b, wide, scale, T, N, MR, WIDTH, y_row,
+        GATED: tl.constexpr, R: tl.constexpr, TOKENS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr,
+    ):  # fmt: skip
+        t = (tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)).to(tl.int64)
+        c = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
+        r = tl.arange(0, R)
+        live, used = t < T, r < MR
+        u = tl.zeros([TOKENS, R], tl.float32)
+        for first in range(0, N, DEPTH):
+            d = first + tl.arange(0, DEPTH)
+            rows = tl.load(x + t[:, None] * N + d[None, :], live[:, None] & (d < N)[None, :], 0.0)
+            part = tl.load(a + r[None, :] * N + d[:, None], used[None, :] & (d < N)[:, None], 0.0)  # [DEPTH, R]
+            u = tl.dot(rows, part, u, input_precision="ieee")
+        if GATED:
+            u = u * tl.load(wide + t[:, None] * MR + r[None, :], live[:, None] & used[None, :], 0.0)
+        else:
+            u = u * scale
+        part = tl.load(b + r[:, None] * WIDTH + c[None, :], used[:, None] & (c < WIDTH)[None, :], 0.0)
+        out = tl.dot(u.to(part.dtype), part, input_precision="ieee")
+        to = y + t[:, None] * y_row + c[None, :]
+        inside = live[:, None] & (c < WIDTH)[None, :]
+        tl.store(to, (tl.load(to, inside, 0.0).to(tl.float32) + out).to(y.dtype.element_ty), inside)

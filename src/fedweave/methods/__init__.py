@@ -1,7 +1,5 @@
 """FedWeave, its ablations, and the baselines: each a few steps and rules (:mod:`fedweave.federation.method`)."""
 
-from __future__ import annotations
-
 import importlib
 
 from fedweave.config import Config

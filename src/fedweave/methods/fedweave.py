@@ -2,78 +2,56 @@
 
 How the server averages is the default of :class:`fedweave.federation.method.Method`: the paper's asymmetric
 aggregation, of which FedAvg is the case of one expert. What a client trains is the paper's, too, unless the config
-asks for more (docs/method.md): a part that experts share, labels by the router, one expert an example.
+asks for more (docs/method.md): a part that experts share, labels by the router, one expert an example. The paper's
+two ablations of asymmetric aggregation stand below it.
 """
 
-from __future__ import annotations
-
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 import numpy as np
 import torch
 import torch.nn.functional as F
 
-from fedweave.alignment.align import align
 from fedweave.config import Config
-from fedweave.discovery.clusterers import Buckets
+from fedweave.errors import UserError
 from fedweave.federation.client import Client, Member
 from fedweave.federation.compute import Compute
-from fedweave.federation.engines.base import Engine
-from fedweave.federation.method import Method, Payload, Sizes
-from fedweave.federation.state import ServerState
-from fedweave.federation.steps import Step
-from fedweave.methods.preparation import (
-    Align,
-    admit_by_signature,
-    continue_experts,
-    mixture_payload,
-    prepare_experts,
-)
-from fedweave.methods.prototypes import Discover, StartExperts
+from fedweave.federation.method import Payload, Sizes, Units
+from fedweave.federation.state import Broadcast
+from fedweave.federation.train import Update
+from fedweave.methods.familiar import Familiarity
+from fedweave.methods.preparation import Aligned, mixture_payload
 from fedweave.methods.relabel import Relabel, picked
 from fedweave.methods.warm_start import WarmRouter
 from fedweave.router.routed import RoutedExperts
+from fedweave.streams import stream_key
 from fedweave.training.batch import Lane
+from fedweave.training.schedule import allot_steps, local_schedule
 
 
-def clusters(compute: Compute, clients: Sequence[Client]) -> list[Buckets]:
-    """The unit is a cluster of a client's own prompt features."""
-    return compute.cluster(clients)
-
-
-class FedWeave(Method):
+class FedWeave(Aligned):
     summary = "prototype-level experts, one client-level router (the paper's method)"
-    discovers = True
-    units = staticmethod(clusters)
+    units: Units = staticmethod(Compute.cluster)  # clusters of a client's own prompt features
 
     def __init__(self, config: Config):
         super().__init__(config)
-        self.discover = Discover(self)
         self.warm = WarmRouter(config)
-        self.start = StartExperts(self.discover) if config.experts.start == "warmup" else None
+        self.start = self.start if config.experts.start == "warmup" else None
         self.relabel = Relabel(config) if config.experts.labels == "router" else None
+        self.familiar = Familiarity(config) if config.router.familiar < 1 else None
+        self.shared_rank = config.experts.shared_rank
         self.trains_router = config.router.training == "soft"
-        self.align: Align = align
-
-    def steps(self) -> list[Step]:
-        asked: list[Step | None] = [self.discover, self.start, self.warm, self.relabel, *super().steps()]
-        return [step for step in asked if step is not None]
-
-    def prepare(self, engine: Engine, start: RoutedExperts | None = None) -> ServerState:
-        if start is not None:
-            return continue_experts(engine, self.discover, start)
-        shared = self.config.experts.shared_rank
-        return prepare_experts(engine, self.discover, self.start, self.align, self.warm, self.relabel, shared)
-
-    def admit(self, engine: Engine, state: ServerState, newcomer: Member) -> str:
-        return admit_by_signature(engine, self.discover, state, newcomer)
 
     def labels(self, client: Client, state: RoutedExperts) -> torch.Tensor:
         """Made anew in every round from what was broadcast, so that no client needs to remember them."""
         if self.relabel is None or state.router is None or state.phi is None:
             return super().labels(client, state)
         return picked(state.router, state.phi[0], client.data.features)
+
+    def claims(self, member: Member, experts: int) -> list[int]:
+        """Where the router labels single examples, any of them may be any expert's."""
+        return super().claims(member, experts) if self.relabel is None else [len(member)] * experts
 
     def pools(self, client: Client, state: RoutedExperts) -> list[np.ndarray]:
         everything = np.sort(np.concatenate(client.buckets))
@@ -88,10 +66,76 @@ class FedWeave(Method):
         lane = super().lane(client, state, t)
         if self.trains_router:
             return lane
-        gates = F.one_hot(self.labels(client, state), state.layout.experts).float()
+        if self.relabel is None:
+            gates = F.one_hot(self.labels(client, state), state.layout.experts).float()
+        else:  # an example trains as it would be served
+            gates = state.gates(state.weights(client.data.features), "sparse")
+        rng = np.random.default_rng(stream_key("rest", *lane.key))
+        gates[rng.random(len(gates)) < self.config.experts.rest] = 0.0
         return replace(lane, phi=None, gates=gates)
 
     @classmethod
     def payload(cls, sizes: Sizes) -> Payload:
         """A client sends an expert only where it has buckets for it."""
         return mixture_payload(sizes, sizes.served, trained_router=sizes.trains_router)
+
+
+# -------------------------------------------------------------------------------------- ablations
+
+
+class WithoutPrototypeExpert(FedWeave):
+    summary = "ablation: experts averaged over whole clients, like the router (client/client)"
+
+    def counts(self, client: Client, state: RoutedExperts) -> torch.Tensor:
+        return torch.full((state.layout.experts,), float(len(client)))
+
+    def claims(self, member: Member, experts: int) -> list[int]:
+        return [len(member)] * experts
+
+    @classmethod
+    def payload(cls, sizes: Sizes) -> Payload:
+        return mixture_payload(sizes, sizes.experts.experts)
+
+
+class WithoutClientRouter(FedWeave):
+    """Experts as in FedWeave. Then, with the client's trained experts frozen, the router restarts from the
+    broadcast state for every bucket, trains that bucket's H_c steps alone, and the endpoints are averaged by bucket
+    size. Steps and weights both follow size, so a bucket's effective weight is about its share squared: the
+    mismatch is the paper's, kept on purpose."""
+
+    summary = "ablation: router reset for every bucket, endpoints averaged by bucket size (prototype/prototype)"
+
+    def __init__(self, config: Config):
+        super().__init__(config)
+        if not self.trains_router:
+            raise UserError(f"method={config.method} trains its router; set router.training=soft.")
+
+    def local_updates(
+        self, compute: Compute, state: Broadcast, clients: Sequence[Client], t: int
+    ) -> Iterator[Update]:
+        trained = list(super().local_updates(compute, state, clients, t))
+        budgets = [allot_steps(client.sizes, self.config.training.local_steps) for client in clients]
+        jobs = [(k, c) for k, budget in enumerate(budgets) for c, steps in enumerate(budget) if steps]
+        lanes = [self._reset_lane(clients[k], c, state, trained[k], t) for k, c in jobs]
+        ends: list[list[tuple[int, torch.Tensor]]] = [[] for _ in clients]
+        results = compute.train(
+            state.layout, state.router, lanes, f"router, round {t + 1}", transient=True, pace=self.pace(state, t)
+        )
+        for (k, c), result in zip(jobs, results, strict=True):
+            assert result.delta_phi is not None
+            ends[k].append((len(clients[k].buckets[c]), result.delta_phi))
+        for update, parts in zip(trained, ends, strict=True):
+            total = sum(size for size, _ in parts)
+            delta = torch.stack([size / total * phi for size, phi in parts]).sum(0)
+            yield replace(update, delta_phi=delta, samples=total)
+
+    def _reset_lane(self, client: Client, c: int, state: RoutedExperts, update: Update, t: int) -> Lane:
+        training, seed = self.config.training, self.config.seed
+        steps = allot_steps(client.sizes, training.local_steps)[c]
+        schedule = local_schedule(
+            [client.buckets[c]], steps, training.batch_size, seed, t, client.index, "reset", c
+        )
+        assert state.phi is not None
+        frozen = torch.zeros(state.layout.size, dtype=torch.bool)
+        key = (seed, t, client.index, "reset", c)
+        return Lane(client.data, schedule, state.theta + update.delta_theta, state.phi[0], key, frozen)

@@ -5,16 +5,13 @@ for a method that ``uses_labels``) and the router is a fixed map from kind to ex
 same start, the same shared part, the same batches.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import torch
 
 from fedweave.config import Config
 from fedweave.discovery.clusterers import Buckets
-from fedweave.errors import UserError
 from fedweave.federation.admission import Receipts
 from fedweave.federation.client import Client, Member
 from fedweave.federation.compute import Compute
@@ -24,12 +21,7 @@ from fedweave.federation.method import Payload, Sizes
 from fedweave.federation.state import ServerState
 from fedweave.federation.steps import Answer, Asked, Figure, Part
 from fedweave.methods.fedweave import FedWeave
-from fedweave.methods.preparation import (
-    discover_units,
-    mixture_payload,
-    preparation_bytes,
-    start_experts,
-)
+from fedweave.methods.preparation import assign, discover_units, mixture_payload, preparation_bytes, start_experts
 from fedweave.methods.prototypes import Discover, Prototypes, StartExperts
 from fedweave.router.mlp import RouterLayout
 from fedweave.router.routed import RoutedExperts
@@ -38,11 +30,6 @@ from fedweave.router.routed import RoutedExperts
 def by_label(compute: Compute, clients: Sequence[Client]) -> list[Buckets]:
     kinds = [client.data.features.argmax(1) for client in clients]
     return [Buckets([(kind == m).nonzero()[:, 0].numpy() for m in kind.unique()], {}) for kind in kinds]
-
-
-@dataclass
-class Labelled(Prototypes):
-    labels: tuple[int, ...] = ()  # the kind of every bucket
 
 
 class DiscoverLabels(Discover):
@@ -64,33 +51,29 @@ class DiscoverLabels(Discover):
             raise Refused("it does not name the kind of every bucket")
         return super().parts(asked, figures)
 
-    def read(self, asked: Asked, parts: dict[str, torch.Tensor], figures: Facts) -> Labelled:
-        told = super().read(asked, parts, figures)
-        return Labelled(told.sizes, told.signatures, told.note, told.silhouettes, tuple(figures["labels"]))
+    def read(self, asked: Asked, parts: dict[str, torch.Tensor], figures: Facts) -> Prototypes:
+        return replace(super().read(asked, parts, figures), labels=figures["labels"])
 
 
 class Oracle(FedWeave):
     summary = "upper bound: told every example's kind, one expert per kind"
     uses_labels = True
+    continues = False
     units = staticmethod(by_label)
 
     def __init__(self, config: Config):
         super().__init__(config)
         self.discover = DiscoverLabels(self)
         self.start = StartExperts(self.discover) if config.experts.start == "warmup" else None
-        self.relabel, self.trains_router = None, False
+        self.relabel, self.familiar, self.trains_router = None, None, False
 
     def admit(self, engine: Engine, state: ServerState, newcomer: Member) -> str:
         return ""  # nobody comes later who knows the labels
 
     def prepare(self, engine: Engine, start: RoutedExperts | None = None) -> ServerState:
-        if start is not None:
-            raise UserError(f"method={self.config.method} cannot start from a bundle; leave init empty.")
         heard, started = Receipts(), Receipts()
         found = discover_units(engine, self.discover, heard)
-        for member, told in zip(engine.members, found, strict=True):
-            assert isinstance(told, Labelled)
-            member.assignment = list(told.labels)
+        report = assign(engine.members, found, engine.width, [m for told in found for m in told.labels])
         experts = self.config.experts
         layout = engine.layout(experts.rank, engine.width, experts.shared_rank)
         theta = layout.initial(self.config.seed)
@@ -101,12 +84,7 @@ class Oracle(FedWeave):
         views = router.views(phi)
         views["linear1.weight"].copy_(100 * torch.eye(router.experts))
         views["linear2.weight"].copy_(torch.eye(router.experts))
-        report = {
-            "bucket_silhouettes": {m.name: told.silhouettes for m, told in zip(engine.members, found, strict=True)},
-            "experts": layout.experts,
-            "prototype_labels": [m for member in engine.members for m in member.assignment],
-            "preparation_bytes": preparation_bytes(engine.members, (heard, 0), (started, 0)),
-        }
+        report["preparation_bytes"] = preparation_bytes(engine.members, (heard, 0), (started, 0))
         return ServerState(layout, router, theta.to(engine.device), phi[None], report=report)
 
     @classmethod

@@ -1,21 +1,27 @@
 """Lines 1 to 6 of Algorithm 1, for every method with experts: from the clients' units to the first state.
 
 The rules of the server, with the questions of :mod:`fedweave.methods.prototypes` and
-:mod:`fedweave.methods.warm_start`. Methods call them; none needs another method for it.
+:mod:`fedweave.methods.warm_start`: a method that aligns experts has them all, others call a few.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import torch
 
-from fedweave.aggregation.rules import ClientAverage
-from fedweave.alignment.align import Alignment, signature_distance
-from fedweave.alignment.join import expert_distances, expert_means, joining_limit
+from fedweave.aggregation.robust import client_average, streams
+from fedweave.alignment.align import (
+    Alignment,
+    align,
+    expert_distances,
+    expert_means,
+    joining_limit,
+    signature_distance,
+)  # fmt: skip
 from fedweave.config import Config
+from fedweave.discovery.clusterers import Buckets
 from fedweave.errors import UserError
 from fedweave.experts.layout import AdapterLayout
 from fedweave.federation.admission import Receipts
@@ -23,8 +29,10 @@ from fedweave.federation.client import Member
 from fedweave.federation.engines.base import Engine
 from fedweave.federation.engines.in_process import InProcessEngine
 from fedweave.federation.message import Message
-from fedweave.federation.method import Payload, Sizes
+from fedweave.federation.method import Method, Payload, Sizes
 from fedweave.federation.state import ServerState
+from fedweave.federation.steps import Step
+from fedweave.methods.familiar import Familiarity
 from fedweave.methods.prototypes import Discover, Prototypes, StartExperts, first_adapter
 from fedweave.methods.relabel import Relabel, relabel
 from fedweave.methods.warm_start import WarmRouter, warm_up_router
@@ -35,89 +43,103 @@ Align = Callable[..., Alignment]  # (signature distances, most experts, options)
 _SHOWN_PROTOTYPES = 512  # more distances than that are nothing to read, and a large file
 
 
-def prepare_experts(
-    engine: Engine,
-    discover: Discover,
-    start: StartExperts | None,
-    align: Align,
-    warm: WarmRouter | None,
-    labels: Relabel | None = None,
-    shared: int = 0,
-) -> ServerState:
-    """Buckets, signatures, alignment, initial experts and router; without ``start`` experts begin at zero, without
-    ``warm`` the router at random, and without ``labels`` examples keep their buckets' experts."""
-    config = discover.config
-    heard, started, warmed = Receipts(), Receipts(), Receipts()
-    found = discover_units(engine, discover, heard)  # lines 1-4
-    blocks = signature_blocks(engine, discover, found)
-    distance = signature_distance(blocks)
-    alignment = alignment_options(config, found)
-    report: dict[str, Any] = {
-        "bucket_silhouettes": {m.name: told.silhouettes for m, told in zip(engine.members, found, strict=True)},
-        **assign(engine.members, align(distance, config.alignment.max_experts, **alignment)),  # line 5
-        "signature_distance": (
-            distance.astype(float).round(6).tolist() if len(distance) <= _SHOWN_PROTOTYPES else None
-        ),
-    }
-    # Line 6: an expert starts as the mean of its buckets' warmup adapters; the router starts at random.
-    layout = engine.layout(config.experts.rank, report["experts"], shared)
-    theta = start_experts(engine, start, layout, started) if start is not None else layout.initial(config.seed)
-    router = RouterLayout(engine.width, config.router.hidden, layout.experts, config.router.features)
-    phi = router.initial(config.seed + 1).to(engine.device)
-    if warm is not None:
-        phi = warm_up_router(engine, warm, router, phi, warmed)
-    if labels is not None:
-        router, phi, told = relabel(engine, labels, router, phi, warmed)
-        own = [m for m in range(layout.experts) if m not in told["dropped_experts"]]
-        narrow = engine.layout(layout.rank, router.experts, shared)
-        experts = layout.unstack(theta)
-        theta = narrow.stack([experts[m] for m in own], theta[layout.expert_of_column == layout.experts])
-        layout, assigned = narrow, [m for member in engine.members for m in member.assignment]
-        report |= told | {"experts": layout.experts, "prototype_labels": assigned}
-    down = 4 * router.size * config.router.warm_start.rounds
-    report["preparation_bytes"] = preparation_bytes(engine.members, (heard, 0), (started, 0), (warmed, down))
-    means = None
-    if engine.grows:
-        asked, owners = config.federation.join_distance, report["prototype_labels"]
-        report["join_distance"] = joining_limit(distance, owners) if asked == "auto" else asked
-        means = torch.from_numpy(expert_means(blocks, owners, layout.experts))  # [M, D]
-    return ServerState(layout, router, theta.to(engine.device), phi[None], signatures=means, report=report)
+class Aligned(Method):
+    """A method whose experts are aligned over clients. Without ``start`` experts begin at zero, without ``warm``
+    the router at random, without ``relabel`` examples keep their buckets' experts, and without ``familiar`` every
+    prompt gets an expert."""
 
+    discovers = True
+    shared_rank = 0  # of a part that all experts share
 
-def continue_experts(engine: Engine, discover: Discover, start: RoutedExperts) -> ServerState:
-    """``init=BUNDLE``: buckets are found as ever; each goes to the expert that the given router prefers for its
-    prompts, because that is the expert it would get at inference. No warmup, no signatures, and M stays."""
-    if not isinstance(engine, InProcessEngine):
-        raise UserError("init starts federations of this process only; leave it empty for real sites.")
-    found = discover.method.form_buckets(engine.compute, engine.members)
-    for client in engine.members:
-        votes = start.weights(client.data.features)  # [n, M]
-        client.assignment = [int(votes[bucket].mean(0).argmax()) for bucket in client.buckets]
-    labels = [m for client in engine.members for m in client.assignment]
-    report = {
-        "bucket_silhouettes": {c.name: b.silhouettes for c, b in zip(engine.members, found, strict=True)},
-        "prototypes": len(labels),
-        "experts": start.layout.experts,
-        "prototype_labels": labels,
-    }
-    return ServerState(start.layout, start.router, start.theta, start.phi, start.shares, report=report)
+    def __init__(self, config: Config):
+        super().__init__(config)
+        self.discover = Discover(self)
+        self.start: StartExperts | None = StartExperts(self.discover)
+        self.warm: WarmRouter | None = None
+        self.relabel: Relabel | None = None
+        self.familiar: Familiarity | None = None
+        self.align: Align = align
 
+    def steps(self) -> list[Step]:
+        known: list[Step] = [self.familiar.moments, self.familiar.distances] if self.familiar else []
+        asked: list[Step | None] = [self.discover, self.start, self.warm, self.relabel, *known, *super().steps()]
+        return [step for step in asked if step is not None]
 
-def admit_by_signature(engine: Engine, discover: Discover, state: ServerState, newcomer: Member) -> str:
-    """Each bucket goes to its nearest expert, or is kept apart when that is too far."""
-    assert state.signatures is not None
-    limit, lines = state.report["join_distance"], []
-    for _, told in engine.ask(discover, [newcomer], Message()):
-        newcomer.learn(told.sizes, told.note)
-        blocks = signature_blocks(engine, discover, [told])
-        distances = expert_distances(blocks, state.signatures.cpu().numpy())  # [buckets, M]
-        newcomer.assignment = []
-        for c, row in enumerate(distances):
-            m, near = int(row.argmin()), bool(row.min() <= limit)
-            newcomer.assignment.append(m if near else -1)
-            place = f"expert {m}" if near else f"kept apart, the nearest expert {m} is farther than {limit:.2f}"
-            lines.append(f"bucket {c} ({told.sizes[c]} examples, distance {row[m]:.2f}) → {place}")
-    return "; ".join(lines)
+    def prepare(self, engine: Engine, start: RoutedExperts | None = None) -> ServerState:
+        """Buckets, signatures, alignment, initial experts and router."""
+        if start is not None:
+            return self._continued(engine, start)
+        config, shared = self.config, self.shared_rank
+        heard, started, warmed = Receipts(), Receipts(), Receipts()
+        found = discover_units(engine, self.discover, heard)  # lines 1-4
+        blocks = signature_blocks(engine, self.discover, found)
+        distance = signature_distance(blocks)
+        settings, sizes = config.alignment, np.array([size for told in found for size in told.sizes])
+        options = {"method": settings.linkage, "least": settings.least_silhouette, "min_share": settings.min_share}
+        aligned = self.align(distance, settings.max_experts, sizes=sizes, **options)  # line 5
+        shown = distance.astype(float).round(6).tolist() if len(distance) <= _SHOWN_PROTOTYPES else None
+        report = assign(engine.members, found, aligned.experts, aligned.labels.tolist())
+        report |= {
+            "alignment_silhouettes": aligned.silhouettes,
+            "alignment_note": aligned.note,
+            "signature_distance": shown,
+        }
+        # Line 6: an expert starts as the mean of its buckets' warmup adapters; the router starts at random.
+        layout = engine.layout(config.experts.rank, report["experts"], shared)
+        theta = start_experts(engine, self.start, layout, started) if self.start else layout.initial(config.seed)
+        router = RouterLayout(engine.width, config.router.hidden, layout.experts, config.router.features)
+        phi = router.initial(config.seed + 1).to(engine.device)
+        if self.warm is not None:
+            phi = warm_up_router(engine, self.warm, router, phi, warmed)
+        if self.relabel is not None:
+            router, phi, told = relabel(engine, self.relabel, router, phi, warmed)
+            own = [m for m in range(layout.experts) if m not in told["dropped_experts"]]
+            narrow = engine.layout(layout.rank, router.experts, shared)
+            experts = layout.unstack(theta)
+            theta = narrow.stack([experts[m] for m in own], theta[layout.expert_of_column == layout.experts])
+            layout, assigned = narrow, [m for member in engine.members for m in member.assignment]
+            report |= told | {"experts": layout.experts, "prototype_labels": assigned}
+        down = 4 * router.size * config.router.warm_start.rounds
+        if self.familiar is not None:
+            router, phi = self.familiar.learn(engine, router, phi, warmed)
+            down += 4 * router.size
+        router = replace(router, sure=config.router.gate == "sure")
+        report["preparation_bytes"] = preparation_bytes(engine.members, (heard, 0), (started, 0), (warmed, down))
+        means = None
+        if engine.grows:
+            asked, owners = config.federation.join_distance, report["prototype_labels"]
+            report["join_distance"] = joining_limit(distance, owners) if asked == "auto" else asked
+            means = torch.from_numpy(expert_means(blocks, owners, layout.experts))  # [M, D]
+        return ServerState(layout, router, theta.to(engine.device), phi[None], signatures=means, report=report)
+
+    def _continued(self, engine: Engine, start: RoutedExperts) -> ServerState:
+        """``init=BUNDLE``: buckets are found as ever; each goes to the expert that the given router prefers for its
+        prompts, because that is the expert it would get at inference. No warmup, no signatures, and M stays."""
+        if not isinstance(engine, InProcessEngine):
+            raise UserError("init starts federations of this process only; leave it empty for real sites.")
+        found = self.form_buckets(engine.compute, engine.members)
+        labels: list[int] = []
+        for client in engine.members:
+            votes = start.weights(client.data.features)  # [n, M]
+            labels += [int(votes[bucket].mean(0).argmax()) for bucket in client.buckets]
+        report = assign(engine.members, found, start.layout.experts, labels)
+        return ServerState(start.layout, start.router, start.theta, start.phi, start.shares, report=report)
+
+    def admit(self, engine: Engine, state: ServerState, newcomer: Member) -> str:
+        """Each bucket goes to its nearest expert, or is kept apart when that is too far."""
+        assert state.signatures is not None
+        limit, lines = state.report["join_distance"], []
+        for _, told in engine.ask(self.discover, [newcomer], Message()):
+            newcomer.learn(told.sizes, told.note)
+            blocks = signature_blocks(engine, self.discover, [told])
+            distances = expert_distances(blocks, state.signatures.cpu().numpy())  # [buckets, M]
+            newcomer.assignment = []
+            for c, row in enumerate(distances):
+                m, near = int(row.argmin()), bool(row.min() <= limit)
+                newcomer.assignment.append(m if near else -1)
+                place = f"expert {m}" if near else f"kept apart, the nearest expert {m} is farther than {limit:.2f}"
+                lines.append(f"bucket {c} ({told.sizes[c]} examples, distance {row[m]:.2f}) → {place}")
+        return "; ".join(lines)
 
 
 # ------------------------------------------------------------------------------------------ one rule each
@@ -139,40 +161,33 @@ def signature_blocks(engine: Engine, step: Discover, found: Sequence[Prototypes]
     return signer.blocks([signature for told in found for signature in told.signatures])
 
 
-def alignment_options(config: Config, found: Sequence[Prototypes]) -> dict[str, Any]:
-    """What alignment is told beside the distances."""
-    settings = config.alignment
-    sizes = np.array([size for told in found for size in told.sizes])
-    return {
-        "method": settings.linkage, "least": settings.least_silhouette, "sizes": sizes,
-        "min_share": settings.min_share,
-    }  # fmt: skip
-
-
-def assign(members: Sequence[Member], alignment: Alignment) -> dict[str, Any]:
-    """a(i,c) to every client, and what discovery.json says of it."""
-    labels = iter(alignment.labels.tolist())
+def assign(
+    members: Sequence[Member], found: Sequence[Prototypes | Buckets], experts: int, labels: list[int]
+) -> dict[str, Any]:
+    """a(i,c) of all buckets to their clients, and what discovery.json says of it."""
+    place = iter(labels)
     for member in members:
-        member.assignment = [next(labels) for _ in member.sizes]
+        member.assignment = [next(place) for _ in member.sizes]
+    silhouettes = {member.name: told.silhouettes for member, told in zip(members, found, strict=True)}
     return {
-        "prototypes": len(alignment.labels),
-        "experts": alignment.experts,
-        "prototype_labels": alignment.labels.tolist(),
-        "alignment_silhouettes": alignment.silhouettes,
-        "alignment_note": alignment.note,
+        "bucket_silhouettes": silhouettes,
+        "prototypes": len(labels),
+        "experts": experts,
+        "prototype_labels": labels,
     }
 
 
 def start_experts(engine: Engine, step: StartExperts, layout: AdapterLayout, receipts: Receipts) -> torch.Tensor:
     """θ⁰ [P]: means of warmup adapters as a stream; an expert without any starts where all of them did."""
-    single = layout.with_experts(1)
-    seed = step.config.seed
-    means = [ClientAverage(single.size, torch.device("cpu")) for _ in range(layout.experts)]
+    single, config = layout.with_experts(1), step.config
+    first = first_adapter(single, config.seed)
+    origin = torch.zeros(1) if streams(config) else first  # other rules than the mean measure how far one moved
+    means = [client_average(single.size, torch.device("cpu"), config) for _ in range(layout.experts)]
     for _, start in engine.ask(step, engine.members, Message(), receipts):
         for m, adapter, buckets in start:
-            means[m].add(adapter, buckets)
-    first = first_adapter(single, seed)
-    return layout.stack([mean.step() if mean.weight else first for mean in means], layout.initial_shared(seed))
+            means[m].add(adapter - origin, buckets)
+    starts = [origin + mean.step() if mean.weight else first for mean in means]
+    return layout.stack(starts, layout.initial_shared(config.seed))
 
 
 def preparation_bytes(members: Sequence[Member], *asked: tuple[Receipts, int]) -> dict[str, dict[str, int]]:

@@ -3,25 +3,26 @@
 A method says what its units are (clusters of prompts, whole clients, labels); the rest is the same for all.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
+from itertools import islice
 
 import torch
 
 from fedweave.config import Config
-from fedweave.discovery.signatures import Signatures, warmup_lane
+from fedweave.discovery.signatures import Signatures
 from fedweave.errors import UserError
 from fedweave.experts.layout import AdapterLayout
-from fedweave.federation.buffer import VectorBuffer
 from fedweave.federation.client import Client
-from fedweave.federation.compute import Compute
+from fedweave.federation.compute import Compute, VectorBuffer
 from fedweave.federation.message import Facts, Message, Refused
 from fedweave.federation.method import Method
 from fedweave.federation.steps import Answer, Asked, Figure, Part, Step, adam_reach
 from fedweave.federation.train import EXPERTS, expert_name
+from fedweave.streams import stream_key
+from fedweave.training.batch import Lane
+from fedweave.training.schedule import bucket_batches
 
 
 @dataclass
@@ -32,6 +33,7 @@ class Prototypes:
     signatures: torch.Tensor  # [buckets, D] s(i,c); no rows where a method has none
     note: str = ""
     silhouettes: dict[int, float] | None = None  # of every candidate count
+    labels: list[int] = field(default_factory=list)  # the task of every bucket, where a bound is told it
 
 
 class Discover(Step[Prototypes]):
@@ -44,7 +46,6 @@ class Discover(Step[Prototypes]):
         self.method, self.config, self.signed = method, method.config, signed
 
     def signer(self, layout: AdapterLayout) -> Signatures:
-        """What clients and server agree on."""
         return Signatures(layout, self.config.discovery.sketch, self.config.seed)
 
     # ---------------------------------------------------------------------------------- client side
@@ -67,19 +68,20 @@ class Discover(Step[Prototypes]):
         discovery = self.config.discovery
         signer = self.signer(AdapterLayout.of(compute.layers, self.config.experts.rank, 1))
         start = first_adapter(signer.layout, self.config.seed)
-        jobs = [(client, c) for client in clients for c in range(len(client.buckets))]
-        lanes = [
-            warmup_lane(
-                client.data, client.buckets[c], start, discovery.warmup_steps, discovery.warmup_batch,
-                self.config.seed, client.index, c,
-            )
-            for client, c in jobs
-        ]  # fmt: skip
+        lanes, owners = [], []
+        for client in clients:
+            for c, bucket in enumerate(client.buckets):
+                key = ("warmup", self.config.seed, client.index, c)
+                batches = islice(
+                    bucket_batches(bucket, discovery.warmup_batch, stream_key(*key)), discovery.warmup_steps
+                )
+                lanes.append(Lane(client.data, list(batches), start, None, key))
+                owners.append(client)
         compute.adapters = VectorBuffer(signer.layout.size)
         # a few steps, once: to record them would take longer than to run them
         training = replace(self.config.training, lr=warmup_rate(self.config), cuda_graphs=False)
         trained = compute.train(signer.layout, None, lanes, "warmup", training=training)
-        for (client, _), result in zip(jobs, trained, strict=True):
+        for client, result in zip(owners, trained, strict=True):
             adapter = start + result.delta_theta.cpu()
             if not torch.isfinite(adapter).all():
                 raise UserError(f"the warmup of {client.name!r} gave NaN or infinity; lower discovery.warmup_lr.")
@@ -107,12 +109,9 @@ class Discover(Step[Prototypes]):
         return {"signatures": Part(shape, signer.dtype, summed=False)}
 
     def read(self, asked: Asked, parts: dict[str, torch.Tensor], figures: Facts) -> Prototypes:
-        return Prototypes(
-            [int(n) for n in figures["sizes"]],
-            parts.get("signatures", torch.empty(0, 0)),
-            figures["note"],
-            dict(zip(map(int, figures["tried"]), figures["silhouettes"], strict=True)),
-        )
+        sizes, signatures = [int(n) for n in figures["sizes"]], parts.get("signatures", torch.empty(0, 0))
+        silhouettes = dict(zip(map(int, figures["tried"]), figures["silhouettes"], strict=True))
+        return Prototypes(sizes, signatures, figures["note"], silhouettes)
 
 
 Start = list[tuple[int, torch.Tensor, float]]  # (expert, mean of warmup adapters [P of one expert], buckets)

@@ -5,10 +5,7 @@ sorts single prompts better, and at inference it is the router that sends them. 
 expert that the router picks. An expert that hardly anybody is sent to is dropped; its prompts go to the next best.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 
 import torch
 
@@ -22,18 +19,13 @@ from fedweave.federation.state import read_router, router_facts
 from fedweave.federation.steps import Answer, Asked, Figure, Step
 from fedweave.router.mlp import RouterLayout
 
-
-@dataclass
-class Labels:
-    """What the router makes of a client's examples."""
-
-    counts: torch.Tensor  # [M] examples that it sends to each expert
-    buckets: list[int]  # the expert that it prefers for every bucket
+# What the router makes of a client's examples: those that it sends to each expert, [M], and every bucket's expert
+Labels = tuple[torch.Tensor, list[int]]
 
 
 def picked(router: RouterLayout, phi: torch.Tensor, features: torch.Tensor) -> torch.Tensor:
     """[n] the expert of every prompt; phi [Q], features [n, d]."""
-    return router.route(phi, features.to(phi)).argmax(1).cpu()
+    return router.choose(phi, features.to(phi)).cpu()
 
 
 class Relabel(Step[Labels]):
@@ -64,7 +56,7 @@ class Relabel(Step[Labels]):
         }
 
     def read(self, asked: Asked, parts: dict[str, torch.Tensor], figures: Facts) -> Labels:
-        return Labels(torch.tensor(figures["counts"]), [int(m) for m in figures["experts"]])
+        return torch.tensor(figures["counts"]), [int(m) for m in figures["experts"]]
 
 
 def relabel(
@@ -88,8 +80,9 @@ def _ask(
 ) -> torch.Tensor:
     """[M] examples of each expert, over all clients."""
     heard, total = Receipts(bytes_up=receipts.bytes_up), torch.zeros(router.experts, dtype=torch.long)
-    for member, told in engine.ask(step, engine.members, Message({"phi": phi}, router_facts(router)), heard):
-        member.assignment = told.buckets
-        total += told.counts
+    question = Message({"phi": phi}, router_facts(router))
+    for member, (counts, experts) in engine.ask(step, engine.members, question, heard):
+        member.assignment = experts
+        total += counts
     engine.only(heard.accepted)
     return total

@@ -5,14 +5,12 @@ FedSVD is FFA-LoRA with an A that follows what was learned. FedSA-LoRA averages 
 Local-only shares nothing, centralised everything.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from dataclasses import replace
 
 import torch
 
-from fedweave.aggregation.rules import ClientAverage
+from fedweave.aggregation.robust import client_average
 from fedweave.config import Config
 from fedweave.errors import UserError
 from fedweave.experts.layout import AdapterLayout
@@ -199,7 +197,7 @@ class FedSALoRA(_OwnParameters):
     def aggregate(self, engine: Engine, state: ServerState, updates: Iterable[Update]) -> ServerState:
         """A moves by the weighted mean; B moves at home. For global evaluation θ carries the mean of all B, where
         the server has them."""
-        shared = ClientAverage(state.layout.size, state.theta.device)
+        shared = client_average(state.layout.size, state.theta.device, self.config)
         for update in updates:
             shared.add(update.delta_theta, update.samples)
         theta, private = state.theta + shared.step(), engine.kept(OWN)

@@ -1,18 +1,26 @@
 """The router's warm start (ours, not the paper's): before round 1 it learns the labels a(i,c) that alignment gives.
 
-:mod:`fedweave.router.warmstart` has the idea and the arithmetic; this is its question and its rule.
+Each client trains on its own (feature, expert) pairs, the server averages, a few times over. No backbone
+pass, no task label, and nothing leaves a client that a training round would not send anyway.
+
+A client that has examples of two experts out of four knows how to tell these two apart and nothing about the
+others. So its softmax runs over those two alone (as in FedRS, Li and Zhan, 2021): over all four it would learn that
+the others are never right, and every client that lacks an expert would unlearn what its owners teach. A client of
+one expert has nothing to tell apart and is not asked. That needs clients whose experts overlap: where some experts
+are linked by no chain of clients, everybody learns over all.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 
+import numpy as np
 import torch
+import torch.nn.functional as F
 
-from fedweave.aggregation.rules import ClientAverage
-from fedweave.config import Config
+from fedweave.aggregation.robust import client_average
+from fedweave.config import Config, WarmStartConfig
 from fedweave.federation.admission import Receipts
-from fedweave.federation.client import Client, Member
+from fedweave.federation.client import Client
 from fedweave.federation.compute import Compute
 from fedweave.federation.engines.base import Engine
 from fedweave.federation.message import Facts, Message
@@ -20,7 +28,7 @@ from fedweave.federation.state import read_router, router_facts
 from fedweave.federation.steps import Answer, Asked, Figure, Part, Step, adam_reach
 from fedweave.federation.train import ROUTER
 from fedweave.router.mlp import RouterLayout
-from fedweave.router.warmstart import LabelledFeatures, contrast_of, warm_start_clients
+from fedweave.streams import stream_key
 
 
 class WarmRouter(Step[tuple[torch.Tensor, int]]):
@@ -35,10 +43,9 @@ class WarmRouter(Step[tuple[torch.Tensor, int]]):
         facts, settings = question.facts, self.config.router.warm_start
         router, phi = read_router(facts), question.tensors["phi"].to(compute.device)
         assert router is not None
+        seed, t = self.config.seed, facts["t"]
         lessons = [
-            LabelledFeatures(
-                client.data.features, client.example_experts(), (self.config.seed, facts["t"], client.index)
-            )
+            LabelledFeatures(client.data.features, client.example_experts(), (seed, t, client.index))
             for client in clients
         ]
         deltas = warm_start_clients(router, phi, lessons, settings, facts["contrast"])
@@ -68,11 +75,14 @@ def warm_up_router(
     settings = step.config.router.warm_start
     if not settings.enabled or router.experts < 2:
         return phi
-    contrast, pupils = _pupils(engine.members, router.experts, settings.contrast)
+    contrast = contrast_of([member.assignment for member in engine.members], router.experts, settings.contrast)
+    pupils = [
+        m for m in engine.members if contrast == "all" or len(set(m.assignment)) > 1
+    ]  # can tell something apart
     progress = engine.console.progress("router warm start", settings.rounds * len(pupils), "client rounds")
     for t in range(settings.rounds):
         question = Message({"phi": phi}, {"t": t, "contrast": contrast, **router_facts(router)})
-        average, heard = ClientAverage(router.size, phi.device), Receipts(bytes_up=receipts.bytes_up)
+        average, heard = client_average(router.size, phi.device, step.config), Receipts(bytes_up=receipts.bytes_up)
         for _, (delta, samples) in engine.ask(step, pupils, question, heard):
             average.add(delta, samples)
             progress.advance()
@@ -81,7 +91,70 @@ def warm_up_router(
     return phi
 
 
-def _pupils(members: Sequence[Member], experts: int, asked: str) -> tuple[str, list[Member]]:
-    """Over which experts the warm start runs, and the clients that have something to tell apart."""
-    contrast = contrast_of([member.assignment for member in members], experts, asked)
-    return contrast, [m for m in members if contrast == "all" or len(set(m.assignment)) > 1]
+@dataclass
+class LabelledFeatures:
+    """What one client's router learns from."""
+
+    features: torch.Tensor  # [n, d]
+    experts: torch.Tensor  # [n] a(i,c) of every example's bucket
+    key: tuple[int | str, ...]  # names this client and round
+
+
+def contrast_of(assignments: Sequence[Sequence[int]], experts: int, asked: str = "auto") -> str:
+    """Over which experts clients learn: own where clients with several link every expert to every other, or all."""
+    if asked != "auto":
+        return asked
+    linked = [{m} for m in range(experts)]
+    for own in map(set, assignments):
+        if touched := [group for group in linked if group & own]:
+            linked = [group for group in linked if not group & own] + [set().union(*touched)]
+    return "own" if len(linked) == 1 else "all"
+
+
+def warm_start_clients(
+    layout: RouterLayout,
+    phi: torch.Tensor,  # [Q] broadcast state
+    clients: Sequence[LabelledFeatures],
+    config: WarmStartConfig,
+    contrast: str,  # own or all
+) -> torch.Tensor:
+    """Δφ [K, Q] of K clients, each after ``config.steps`` steps of cross-entropy on its own alignment labels. They
+    march together: everything is a row of its own, so none sees the others."""
+    device, count = phi.device, len(clients)
+    features = torch.cat([p.features for p in clients]).to(device)
+    experts = torch.cat([p.experts for p in clients]).to(device)
+    index, weight = _batches([len(p.features) for p in clients], [p.key for p in clients], config)
+    absent = None
+    if contrast == "own":
+        own = [torch.bincount(p.experts, minlength=layout.experts) for p in clients]
+        absent = (torch.stack(own) == 0)[:, None].to(device)  # [K, 1, M]
+    local = phi.repeat(count, 1).requires_grad_()  # [K, Q]
+    optimiser = torch.optim.AdamW([local], lr=config.lr, weight_decay=0.0)
+    for rows, share in zip(index.to(device), weight.to(device), strict=True):  # [K, b]
+        logits = layout.logits(layout.views(local), features[rows])  # [K, b, M]
+        if absent is not None:
+            logits = logits.masked_fill(absent, float("-inf"))
+        losses = F.cross_entropy(logits.flatten(0, 1), experts[rows].flatten(), reduction="none").view_as(share)
+        optimiser.zero_grad()
+        (losses * share).sum().backward()
+        optimiser.step()
+    return local.detach() - phi
+
+
+def _batches(
+    sizes: Sequence[int], keys: Sequence[tuple[int | str, ...]], config: WarmStartConfig
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Rows of all steps [steps, K, b] in the joined features, and their weights: a small client's batch is filled
+    up with its first row, of weight 0."""
+    widest = min(config.batch_size, max(sizes))
+    index = np.zeros((config.steps, len(sizes), widest), dtype=np.int64)
+    weight = np.zeros(index.shape, dtype=np.float32)
+    first = 0
+    for k, (size, key) in enumerate(zip(sizes, keys, strict=True)):
+        rng, batch = np.random.default_rng(stream_key("warm-start", *key)), min(size, widest)
+        index[:, k] = first
+        for step in range(config.steps):
+            index[step, k, :batch] = first + rng.permutation(size)[:batch]
+        weight[:, k, :batch] = 1 / batch
+        first += size
+    return torch.from_numpy(index), torch.from_numpy(weight)

@@ -1,7 +1,5 @@
 """Text in any script: its words, and the scripts that it is written in."""
 
-from __future__ import annotations
-
 import unicodedata
 from collections import Counter
 from collections.abc import Iterable
@@ -10,15 +8,20 @@ from functools import cache
 import regex
 
 # Scripts that put no blanks between words: there a character stands for a word.
-_UNSPACED = r"\p{Han}\p{Hiragana}\p{Katakana}\p{Thai}\p{Lao}\p{Khmer}\p{Myanmar}"
-_CHARACTER = regex.compile(rf"[{_UNSPACED}]\p{{M}}*")
-_WORD = regex.compile(rf"(?V1)[{_UNSPACED}]\p{{M}}*|[[\p{{L}}\p{{M}}\p{{N}}]--[{_UNSPACED}]]+")
+UNSPACED = r"\p{Han}\p{Hiragana}\p{Katakana}\p{Thai}\p{Lao}\p{Khmer}\p{Myanmar}"
+_CHARACTER = regex.compile(rf"[{UNSPACED}]\p{{M}}*")
+_WORD = regex.compile(rf"(?V1)[{UNSPACED}]\p{{M}}*|[[\p{{L}}\p{{M}}\p{{N}}]--[{UNSPACED}]]+")
 
 
 def words(text: str) -> list[str]:
     """Runs of letters and digits in lower case; in scripts without blanks every character. Of English text these
     are the tokens of the rouge-score package."""
-    return _WORD.findall(unicodedata.normalize("NFC", text).casefold())
+    return _WORD.findall(normal(text))
+
+
+def normal(text: str) -> str:
+    """The same for texts that differ in case, or in how accents are written, alone."""
+    return unicodedata.normalize("NFC", text).casefold()
 
 
 def word_count(text: str) -> float:

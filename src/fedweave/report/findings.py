@@ -159,10 +159,17 @@ def sparse_costs(run: RunRecord) -> Finding | None:
     sparse, soft = losses["sparse"]["macro"], losses["soft"]["macro"]
     extra = (sparse - soft) / max(soft, 1e-12)
     if extra <= 0.02:
+        price = (
+            f"one expert is {-extra:.1%} better"
+            if extra <= -0.001
+            else f"running one costs {extra:.1%} of loss"
+            if extra >= 0.001
+            else "running one costs nothing that shows"
+        )
         return Finding(
             "good",
             "One active expert is enough",
-            f"Sparse inference has loss {sparse:.3f}, the full mixture {soft:.3f}: nothing is lost by running one.",
+            f"Sparse inference has loss {sparse:.3f}, the full mixture {soft:.3f}: {price}.",
         )
     return Finding(
         "warning",

@@ -7,7 +7,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from fedweave.errors import UserError
-from fedweave.runs.reading import RunRecord, read_json, read_run
+from fedweave.json_files import read_json
+from fedweave.runs.reading import RunRecord, read_run
 from fedweave.schema import ComparedCell, RoutingCost, ValidationEvent
 from fedweave.settings import flatten, to_tree
 
@@ -94,7 +95,7 @@ def find_runs(paths: Sequence[Path]) -> list[RunRecord]:
 def _cells(path: Path) -> list[Path]:
     """A comparison's cells: its own, and those that another comparison had run before."""
     own = {p.parent for p in (path / "cells").glob("*/config.yaml")}
-    compared: list[ComparedCell] = read_json(path / "results.json") or []
+    compared = read_json(path / "results.json", list[ComparedCell]) or []
     listed = {(path / cell["folder"]).resolve() for cell in compared}
     own |= {folder for folder in listed - {p.resolve() for p in own} if (folder / "config.yaml").is_file()}
     return sorted(own)

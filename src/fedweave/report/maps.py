@@ -24,6 +24,7 @@ from fedweave.report.style import (
     plain_axes,
     shaded_table,
     stacked,
+    tip,
 )
 from fedweave.runs.reading import RunRecord
 
@@ -38,9 +39,11 @@ def mixture(run: RunRecord) -> Picture | None:
     left = np.zeros(len(clients))
     for i, (task, title) in enumerate(run.tasks.items()):
         counts = np.array([run.mixture[name].get(task, 0) for name in clients], dtype=float)
-        ax.barh(
+        bars = ax.barh(
             range(len(clients)), counts, 0.74, left, color=colour(i), edgecolor=SURFACE, linewidth=0.6, label=title
         )
+        for bar, name, count in zip(bars, clients, counts, strict=True):
+            bar.set_gid(tip(f"{name}, {title}: {count:.0f} examples"))
         left += counts
     for y, size in enumerate(sizes):
         ax.text(size + 0.01 * max(sizes), y, str(size), va="center", fontsize=8.5, color=MUTED)

@@ -3,59 +3,27 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 
 import numpy as np
 import yaml
 
+from fedweave.analysis import worth
 from fedweave.analysis.diagnosis import Diagnosis
 from fedweave.analysis.ledger import spent_rows
 from fedweave.analysis.spent import run_costs
 from fedweave.analysis.verdicts import render
 from fedweave.console import duration, table
 from fedweave.errors import UserError
+from fedweave.json_files import read_json
 from fedweave.report import curves, maps, theory, tradeoffs
+from fedweave.report.experts import what_experts_are
 from fedweave.report.findings import Finding, by_level, findings
 from fedweave.report.groups import Group
-from fedweave.report.style import Picture
-from fedweave.runs.reading import RunRecord, read_json
-from fedweave.runs.text import AUDIT, FEW_TASKS, audit_rows
-from fedweave.schema import Tested
-
-
-@dataclass
-class Table:
-    header: list[str]
-    rows: list[list[str]]
-    best: int | None = None  # the row to stress
-
-
-@dataclass
-class Section:
-    """One chapter. ``missing`` says what could stand here, and what to do to get it."""
-
-    key: str
-    title: str
-    intro: str = ""
-    findings: list[Finding] = field(default_factory=list)
-    tables: list[Table] = field(default_factory=list)
-    pictures: list[Picture] = field(default_factory=list)
-    folded: list[dict[str, str]] = field(default_factory=list)
-    missing: list[str] = field(default_factory=list)
-    small: bool = False  # three pictures in a row
-
-    def show(self, *pictures: Picture | None) -> Section:
-        self.pictures += [picture for picture in pictures if picture is not None]
-        return self
-
-    def lacks(self, condition: bool, sentence: str) -> None:
-        if condition:
-            self.missing.append(sentence)
-
-    @property
-    def empty(self) -> bool:
-        return not (self.findings or self.tables or self.pictures or self.folded or self.missing)
-
+from fedweave.report.parts import Section, Table
+from fedweave.report.worth import was_it_worth_it
+from fedweave.runs.reading import RunRecord
+from fedweave.runs.text import AUDIT, FEW_TASKS, audit_rows, rows_of
+from fedweave.schema import ClientFigures, Tested
 
 _AT_HOME = "the sites keep it to themselves."
 
@@ -71,6 +39,8 @@ def all_sections(groups: Sequence[Group]) -> list[Section]:
     own = next(group for group in groups if lead in group.runs)
     made = [
         _findings(groups, lead),
+        what_experts_are(lead),
+        was_it_worth_it(lead),
         _results(groups, own, lead),
         _data(lead),
         _discovery(lead),
@@ -131,7 +101,7 @@ def _task_table(group: Group, tested: Tested, lead: RunRecord, unseen: bool = Fa
     others = [routing for routing in tested["loss"] if routing != used]
     titles = {**(lead.manifest.get("unseen_tasks", {}) if unseen else lead.tasks), "macro": "macro average"}
     rows = []
-    for task in tested["loss"][used]:
+    for task in rows_of(tested["loss"][used]):
         figures = [_figure(group.test(kind, task, unseen)) for kind in (["score"] if scored else []) + ["loss"]]
         row = [titles.get(task, task), *figures]
         for routing in others:  # a seed that found one expert has no other routing
@@ -180,11 +150,24 @@ def _data(lead: RunRecord) -> Section:
     section = Section("clients", "Clients and their data").show(
         maps.mixture(lead), maps.feeding(lead), curves.client_agreement(lead)
     )
+    if lead.best and (each := lead.best.get("clients")) and not (lead.path / worth.FILE).is_file():
+        section.tables.append(_client_table(each))
     section.lacks(not lead.mixture and lead.elsewhere, f"the mixture of tasks: {_AT_HOME}")
     section.lacks(
         len(lead.tasks) < 2 and not lead.elsewhere, "the mixture of tasks: the rows carry no task labels."
     )
     return section
+
+
+def _client_table(each: dict[str, ClientFigures]) -> Table:
+    """The test as every client sees it."""
+    scored = all("score" in figures for figures in each.values())
+    header = ["test, by client", *(["score ↑"] if scored else []), "loss ↓"]
+    rows = [
+        [name, *([f"{figures['score']:.3f}"] if "score" in figures else []), f"{figures['loss']:.3f}"]
+        for name, figures in each.items()
+    ]
+    return Table(header, rows)
 
 
 def _discovery(lead: RunRecord) -> Section:
@@ -241,7 +224,8 @@ def _heterogeneity(groups: Sequence[Group]) -> Section:
 
 def _theory(lead: RunRecord) -> Section:
     section = Section("theory", "The theory at work")
-    found: Diagnosis | None = read_json(lead.path / "diagnostics.json")
+    again = f"`fedweave diagnose {lead.path}` writes it again"
+    found = read_json(lead.path / "diagnostics.json", Diagnosis, again)
     if found is None:
         section.lacks(
             lead.experts > 1 and not lead.elsewhere,

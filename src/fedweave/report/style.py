@@ -9,6 +9,7 @@ from __future__ import annotations
 import io
 import re
 import textwrap
+import warnings
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -19,6 +20,7 @@ from typing import TYPE_CHECKING, TypedDict, cast
 
 import numpy as np
 
+from fedweave.console import columns_of
 from fedweave.errors import UserError
 
 if TYPE_CHECKING:
@@ -28,13 +30,31 @@ if TYPE_CHECKING:
 INK, MUTED, GRID, SURFACE = "#1f2328", "#656d76", "#d8dee4", "#fffffe"
 # Okabe and Ito's colours without yellow and black, then grey
 PALETTE = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#56b4e9", "#e69f00", "#7f7f7e")
+HEAT, ON_HEAT = "#0072b1", "#fffffd"  # cells of a table and figures on the strongest: each theme has its own
+_TIP = "tip: "  # an artist with such an id says the rest of it when the pointer rests on it
 Dashes = str | tuple[float, tuple[float, ...]]
 LINES: tuple[Dashes, ...] = ("-", (0, (5, 2)), (0, (1, 1.5)), (0, (6, 2, 1, 2)))
 MARKERS = ("o", "s", "^", "D", "v", "P", "X")
 
-_VARIABLES = {INK: "--ink", MUTED: "--muted", GRID: "--grid", SURFACE: "--surface"} | {
-    colour: f"--c{i}" for i, colour in enumerate(PALETTE)
+_VARIABLES = {
+    INK: "--ink",
+    MUTED: "--muted",
+    GRID: "--grid",
+    SURFACE: "--surface",
+    HEAT: "--heat",
+    ON_HEAT: "--on-heat",
+    **{colour: f"--c{i}" for i, colour in enumerate(PALETTE)},
 }
+# For letters that matplotlib's own font lacks, in the files; a page is drawn with the reader's fonts.
+_FONTS = (
+    "Noto Sans CJK SC", "Noto Sans CJK JP", "Noto Sans SC", "WenQuanYi Zen Hei", "PingFang SC", "Hiragino Sans",
+    "Microsoft YaHei", "Arial Unicode MS", "Noto Sans Arabic", "Noto Sans Devanagari", "Noto Sans",
+)  # fmt: skip
+
+
+def tip(text: str) -> str:
+    """The id of an artist that says ``text`` when the pointer rests on it."""
+    return f"{_TIP}{text}"
 
 
 def colour(index: int) -> str:
@@ -70,6 +90,7 @@ class Picture:
             self.figure.set_layout_engine("none")
         text = out.getvalue()
         text = re.sub(r"<metadata>.*?</metadata>", "", text[text.index("<svg") :], flags=re.DOTALL)
+        text = re.sub(rf'<g id="{_TIP}([^"]*)">', r'<g class="tip"><title>\1</title>', text)
         # names that clash with no other picture's on the page
         text = re.sub(r'\bid="([^"]+)"', rf'id="{self.name}-\1"', text)
         return re.sub(r'(href="#|url\(#)', rf"\g<1>{self.name}-", text)
@@ -86,7 +107,13 @@ class Picture:
 
     def save(self, folder: Path) -> None:
         """PNG and SVG files in light colours."""
+        from matplotlib.font_manager import fontManager
+        from matplotlib.text import Text
+
         (folder / f"{self.name}.svg").write_text(self._drawing, encoding="utf-8")
+        installed = fontManager.get_font_names()
+        for text in self.figure.findobj(Text):
+            text.set_fontfamily(["DejaVu Sans", *(name for name in _FONTS if name in installed)])
         with _settings(self.name):
             self.figure.savefig(folder / f"{self.name}.png", facecolor="white", dpi=160)
 
@@ -95,7 +122,9 @@ class Picture:
 def _settings(salt: str) -> Iterator[None]:
     import matplotlib
 
-    with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": salt, "font.family": "sans-serif"}):
+    settings = {"svg.fonttype": "none", "svg.hashsalt": salt, "font.family": "sans-serif"}
+    with matplotlib.rc_context(settings), warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message=".*missing from font")  # no font of this machine has it
         yield
 
 
@@ -159,7 +188,7 @@ def legend(ax: Axes) -> None:
     width, height = figure.get_size_inches()
     room = width / (grid.ncols if grid else 1) - 0.7  # inches, without the axis on the left
     labels = [textwrap.fill(label, int((room - 0.4) / 0.07)) for label in labels]
-    longest = max(len(line) for label in labels for line in label.split("\n"))
+    longest = max(columns_of(line) for label in labels for line in label.split("\n"))
     columns = min(len(labels), max(1, int(room / (0.4 + 0.07 * longest))))
     lines = -(-sum(label.count("\n") + 1 for label in labels) // columns)
     figure.set_size_inches(width, height + 0.17 * max(0, lines - 2))
@@ -186,6 +215,10 @@ def band(
     ax.plot(
         x, means, label=label, color=color, linestyle=linestyle, linewidth=linewidth, marker="o", markersize=3.2
     )
+    for place, mean in zip(x, means, strict=True):  # something to point at
+        ax.plot(
+            place, mean, "o", color=color, alpha=0.0, markersize=9, gid=tip(f"{label}, round {place}: {mean:.3f}")
+        )
     if spread.any():
         ax.fill_between(x, means - spread, means + spread, color=color, alpha=0.16, linewidth=0)
 
@@ -193,9 +226,15 @@ def band(
 def named_rows(ax: Axes, names: Iterable[str], what: str, limits: tuple[float, float] | None = None) -> None:
     """Row y is called names[y], the first on top; ``what`` is measured to the right."""
     names = list(names)
-    ax.set_yticks(range(len(names)), names)
+    ax.set_yticks(range(len(names)), [_roomy(name) for name in names])
     ax.set(xlabel=what, ylim=limits or (len(names) - 0.4, -0.6))
     ax.grid(axis="y", visible=False)
+
+
+def _roomy(name: str) -> str:
+    """A name with as many blanks before it as its wide letters need more room than matplotlib's font gives them; a
+    reader's browser, which has those letters, leaves the blanks out."""
+    return " " * (columns_of(name) - len(name)) + name
 
 
 def whole_rounds(ax: Axes) -> None:
@@ -214,9 +253,11 @@ def shaded_table(ax: Axes, values: np.ndarray, rows: Sequence[str], columns: Seq
     for i, row in enumerate(values):
         for j, value in enumerate(row):
             strength = 0.04 + 0.96 * float(value) / max(1.0, strongest)
-            ax.add_patch(Rectangle((j - 0.48, i - 0.46), 0.96, 0.92, color=PALETTE[0], alpha=strength, linewidth=0))
-            ink = SURFACE if strength > 0.55 else INK
+            said = tip(f"{rows[i]}, {columns[j]}: {form.format(value)}")
+            box = Rectangle((j - 0.48, i - 0.46), 0.96, 0.92, color=HEAT, alpha=strength, linewidth=0, gid=said)
+            ax.add_patch(box)
+            ink = ON_HEAT if strength > 0.86 else INK  # where dark and light figures are equally easy to read
             ax.text(j, i, form.format(value), ha="center", va="center", fontsize=9, color=ink)
     ax.set(xlim=(-0.5, len(columns) - 0.5), ylim=(len(rows) - 0.5, -0.5))
     ax.set_xticks(range(len(columns)), columns)
-    ax.set_yticks(range(len(rows)), rows)
+    ax.set_yticks(range(len(rows)), [_roomy(row) for row in rows])

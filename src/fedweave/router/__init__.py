@@ -1,1 +1,1 @@
-"""The router: a small MLP on the cached prompt feature, and its warm start."""
+"""The router: a small MLP on the cached prompt feature."""

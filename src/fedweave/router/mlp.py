@@ -17,17 +17,19 @@ from fedweave.errors import UserError
 
 @dataclass(frozen=True)
 class RouterLayout:
-    """Shapes of a router over M experts."""
-
     width: int  # d
     hidden: int  # h
     experts: int  # M
     scale: str = "raw"  # how a feature is scaled before it enters
+    sure: bool = False  # a kept expert counts as much as the router is sure of it, not fully
+    axes: int = 0  # k: directions that familiar prompts span; 0: every prompt is familiar
 
     @property
     def shapes(self) -> dict[str, tuple[int, ...]]:
         d, h, m = self.width, self.hidden, self.experts
-        return {"linear1.weight": (h, d), "linear1.bias": (h,), "linear2.weight": (m, h), "linear2.bias": (m,)}
+        layers = {"linear1.weight": (h, d), "linear1.bias": (h,), "linear2.weight": (m, h), "linear2.bias": (m,)}
+        known = {"familiar.mean": (d,), "familiar.scale": (d,), "familiar.axes": (self.axes, d)}
+        return layers | (known | {"familiar.limit": (1,)} if self.axes else {})
 
     @property
     def size(self) -> int:
@@ -70,13 +72,36 @@ class RouterLayout:
 
     def logits(self, views: dict[str, torch.Tensor], features: torch.Tensor) -> torch.Tensor:
         """K routers on their own features: [K, S, d] to [K, S, M]."""
-        w1, b1, w2, b2 = views.values()
+        w1, b1, w2, b2 = list(views.values())[:4]
         hidden = F.gelu(torch.baddbmm(b1[:, None], self.inputs(features), w1.transpose(1, 2)))  # [K, S, h]
         return torch.baddbmm(b2[:, None], hidden, w2.transpose(1, 2))
 
     def route(self, phi: torch.Tensor, features: torch.Tensor) -> torch.Tensor:
-        """One router's weights: phi [Q], features [n, d] to [n, M]."""
-        return self.logits(self.views(phi[None]), features[None])[0].softmax(-1)
+        """One router's weights: phi [Q], features [n, d] to [n, M]; a row of zeros is a prompt like none before."""
+        weights = self.logits(self.views(phi[None]), features[None])[0].softmax(-1)
+        if not self.axes:
+            return weights
+        return weights * (self.strangeness(phi, features) <= self.views(phi)["familiar.limit"])[:, None]
+
+    def choose(self, phi: torch.Tensor, features: torch.Tensor) -> torch.Tensor:
+        """The expert of every prompt, familiar or not: phi [Q], features [n, d] to [n]."""
+        return self.logits(self.views(phi[None]), features[None])[0].argmax(-1)
+
+    # ---------------------------------------------------------------------------------- familiar prompts
+
+    def knowing(
+        self, phi: torch.Tensor, mean: torch.Tensor, scale: torch.Tensor, axes: torch.Tensor, limit: float
+    ) -> tuple[RouterLayout, torch.Tensor]:
+        """This router, told what familiar prompts are like: mean and scale [d] standardise a feature, axes [k, d]
+        are what familiar ones span, limit is how far out they lie. phi [Q]."""
+        more = [mean, scale, axes.flatten(), mean.new_tensor([limit])]
+        return replace(self, axes=len(axes)), torch.cat([phi, *(part.to(phi) for part in more)])
+
+    def strangeness(self, phi: torch.Tensor, features: torch.Tensor) -> torch.Tensor:
+        """How far prompts lie outside of what familiar ones span, squared: features [n, d] to [n]."""
+        views = self.views(phi)
+        z = (features - views["familiar.mean"]) * views["familiar.scale"]  # [n, d]
+        return z.square().sum(-1) - (z @ views["familiar.axes"].T).square().sum(-1)
 
 
 def active_experts(routing: str) -> int | None:
@@ -89,11 +114,12 @@ def active_experts(routing: str) -> int | None:
     return int(count)
 
 
-def sparsify(weights: torch.Tensor, routing: str) -> torch.Tensor:
-    """Soft weights [n, M] as they are, or the largest of each row, renormalised."""
+def sparsify(weights: torch.Tensor, routing: str, sure: bool = False) -> torch.Tensor:
+    """Soft weights [n, M] as they are, or the largest of each row: renormalised, or with ``sure`` as they are, so
+    that a part which all experts share carries the rest. A row of zeros stays one."""
     keep = active_experts(routing)
     if keep is None:
         return weights
     top = weights.topk(min(keep, weights.shape[1]), dim=1)
     kept = torch.zeros_like(weights).scatter(1, top.indices, top.values)
-    return kept / kept.sum(1, keepdim=True)
+    return kept if sure else kept / kept.sum(1, keepdim=True).clamp(min=torch.finfo(kept.dtype).tiny)

@@ -7,10 +7,9 @@ from flwr.app import Message as FlowerMessage
 from flwr.clientapp import ClientApp
 
 from fedweave.console import Console
-from fedweave.federation.engines.flower.codec import from_records, to_records
+from fedweave.federation.engines.flower.transport import from_records, to_records
 from fedweave.federation.message import Message
-from fedweave.federation.site.site import Models, Site, read_config
-from fedweave.federation.site.sources import Share
+from fedweave.federation.site.site import Models, Share, Site, read_config
 from fedweave.methods import build_method
 
 app = ClientApp()

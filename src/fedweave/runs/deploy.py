@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 from fedweave.config import Config, dump_config
@@ -11,7 +10,7 @@ from fedweave.errors import UserError
 from fedweave.federation.engines.flower.tasks import Runtime
 from fedweave.files import write_atomic
 from fedweave.methods import build_method
-from fedweave.runs.folder import RunFolder
+from fedweave.runs.folder import RunFolder, require_new
 from fedweave.schema import Summary
 
 OUTAGE = 30.0  # seconds for which a SuperLink may be away without ending the run
@@ -27,24 +26,28 @@ def start(config: Config, output: Path, runtime: Runtime, console: Console) -> S
     if method.uses_labels or method.gathers:
         what = "is told every example's kind" if method.uses_labels else "has everybody's data"
         raise UserError(f"method={config.method} {what}: it runs in simulations only.")
-    if output.exists():
-        raise UserError(
-            f"the run folder {output} exists; continue it with `fedweave federate --resume {output}` or choose "
-            "another output."
-        )
+    require_new(output)
     _check_files(runtime)
-    return _execute(RunFolder.create(output, config, new_manifest(config)), config, runtime, console)
+    run = RunFolder.create(output, config, new_manifest(config))
+    with run.session(config):
+        return _execute(run, config, runtime, console)
 
 
-def resume(path: Path, overrides: list[str], runtime: Runtime, console: Console) -> Summary:
-    """Continue a federation from the server's newest checkpoint; its sites know it by the manifest's name."""
+def resume(
+    path: Path, overrides: list[str], runtime: Runtime, console: Console, checkpoint: int | None = None
+) -> Summary:
+    """Continue a federation from the server's newest checkpoint, or from the one of a round that is named; its
+    sites know it by the manifest's name."""
     run, config = RunFolder.open(path, overrides)
     if config.data.source != "sites":
         raise UserError(f"{path} is no run over sites; continue it with `fedweave resume {path}`.")
     _check_files(runtime)
-    if overrides:
-        write_atomic(path / "config.yaml", dump_config(config))
-    return _execute(run, config, runtime, console)
+    with run.session(config):
+        if (snapshot := run.newest(checkpoint)) is not None:
+            run.go_back(snapshot.meta["completed"])
+        if overrides:
+            write_atomic(path / "config.yaml", dump_config(config))
+        return _execute(run, config, runtime, console)
 
 
 def _execute(run: RunFolder, config: Config, runtime: Runtime, console: Console) -> Summary:
@@ -58,7 +61,7 @@ def _execute(run: RunFolder, config: Config, runtime: Runtime, console: Console)
 
     hush()
     tester = load_test(config, console)
-    federation = json.loads((run.path / "manifest.json").read_text(encoding="utf-8"))["federation"]
+    federation = run.manifest()["federation"]
     console.say(f"run folder: {run.path}")
     try:
         with server_task(runtime, submit(runtime), OUTAGE) as grid:

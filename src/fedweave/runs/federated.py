@@ -10,7 +10,6 @@ from dataclasses import dataclass, field
 import torch
 from flwr.serverapp import Grid
 
-from fedweave.backbone.encode import encode
 from fedweave.backbone.features import compute_features
 from fedweave.backbone.load import Backbone, load_backbone
 from fedweave.config import Config
@@ -20,13 +19,13 @@ from fedweave.data.own import read_test
 from fedweave.errors import UserError
 from fedweave.federation.engines.flower.engine import FlowerEngine, public
 from fedweave.federation.engines.in_process import InProcessEngine
-from fedweave.federation.evaluate import Loss
+from fedweave.federation.evaluate import Loss, overall
 from fedweave.federation.state import ServerState, broadcast
 from fedweave.methods import build_method
 from fedweave.runs.folder import Progress, RunFolder
 from fedweave.runs.run import carry_out
 from fedweave.runs.summary import Tester, summarise
-from fedweave.runs.workspace import TestSet, held_out
+from fedweave.runs.workspace import TestSet
 from fedweave.schema import LabelRecord, Manifest, Summary, ValidationFigures
 
 
@@ -49,7 +48,7 @@ def federate_over(
     console.spent.clear()
     started = time.monotonic()
     engine = FlowerEngine(grid, config, console, federation, settings or public(config))
-    if run.newest(Console(quiet=True)) is None:
+    if run.newest() is None:
         engine.enrol(sites)
     else:
         engine.meet()
@@ -83,7 +82,7 @@ class SitesRun:
             build_method(self.config).evaluate, self.engine.members, broadcast(state, completed)
         )
         losses = {site.name: loss for site, loss in asked if loss.count}
-        total = sum(losses.values(), Loss())
+        total = overall(list(losses.values()), self.config.federation.max_share) if losses else Loss()
         if not losses:
             self.engine.console.warn("no site measured a validation loss; the last round counts as the best.")
         return {
@@ -127,7 +126,7 @@ def load_test(config: Config, console: Console) -> ServerTest | None:
         return None
     rows, tasks, notes = read_test(config, config.federation.test, "federation.test=")
     backbone = load_backbone(config.backbone)
-    rows, encoded = encode(backbone, rows, config.data.long_answers, console)
+    rows, encoded = backbone.prompts.encode_fitting(rows, config.data.long_answers, console.warn)
     features = compute_features(backbone, [e.prompt for e in encoded], console)
     engine = InProcessEngine(backbone, [], config, console)
-    return ServerTest(config, backbone, engine, held_out(rows, encoded, features), tasks, notes)
+    return ServerTest(config, backbone, engine, TestSet(rows, encoded, features), tasks, notes)

@@ -4,18 +4,17 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 
-from fedweave.backbone.load import Backbone
 from fedweave.config import Config, dump_config, load_config
-from fedweave.console import Console
 from fedweave.errors import UserError
-from fedweave.experts.layout import AdapterLayout, Shaped
+from fedweave.experts.layout import Shaped
 from fedweave.federation.checkpoint import (
     load_checkpoint,
     prune,
@@ -24,30 +23,16 @@ from fedweave.federation.checkpoint import (
     save_checkpoint,
 )
 from fedweave.federation.state import ServerState
-from fedweave.files import atomic_folder, write_atomic
-from fedweave.router.mlp import RouterLayout
+from fedweave.files import atomic_folder, file_sha256, remove_folder
+from fedweave.json_files import Damaged, read_json, sealed, write_json
+from fedweave.runs.lock import locked, require_unlocked
 from fedweave.runs.loggers import Loggers
-from fedweave.schema import Event, Manifest
-from fedweave.settings import flatten, to_tree
+from fedweave.runs.reading import resume_command
+from fedweave.runs.snapshot import FREE_KEYS, CheckpointMeta, Snapshot, config_hash, is_one_of
+from fedweave.schema import Discovery, Event, Manifest
 
 if TYPE_CHECKING:
     from fedweave.runs.run import RunContext
-
-# Keys that a resumed run may change: they do not alter what was already computed.
-FREE_KEYS = (
-    "output",
-    "loggers",
-    "engine",
-    "evaluation",
-    "training.rounds",
-    "training.clients_per_step",
-    "federation.min_answers",
-    "federation.repeats",
-    "federation.sites",
-    "federation.deadline",
-    "federation.patience",
-    "federation.test",
-)
 
 
 @dataclass
@@ -62,6 +47,16 @@ class Progress:
     seconds: float  # spent so far, over all sessions
     since: int = 0  # the round from which patience counts
     setbacks: int = 0  # how often patience has run out since the best round
+
+    @classmethod
+    def of(cls, snapshot: Snapshot, layers: Mapping[str, Shaped], device: torch.device) -> Progress:
+        """Where the run stood at a checkpoint."""
+        meta, state = snapshot.meta, snapshot.state(layers, device)
+        best = state if meta["best_round"] == meta["completed"] else snapshot.best(layers, device)
+        since, setbacks = meta.get("since", meta["best_round"]), meta.get("setbacks", 0)
+        return cls(
+            state, meta["completed"], best, meta["best_round"], meta["best_loss"], meta["seconds"], since, setbacks
+        )
 
 
 class RunFolder:
@@ -80,37 +75,76 @@ class RunFolder:
         """Make the folder with its config and manifest, whole or not at all; every check has passed by now."""
         try:
             with atomic_folder(path, shared=True) as partial:
-                text = json.dumps(manifest, indent=1, ensure_ascii=False)
-                (partial / "manifest.json").write_text(text, encoding="utf-8")
+                (partial / "manifest.json").write_text(sealed(manifest), encoding="utf-8")
                 (partial / "config.yaml").write_text(dump_config(config), encoding="utf-8")
                 (partial / "metrics.jsonl").touch()
-        except FileExistsError:
-            raise UserError(
-                f"the run folder {path} exists; continue it with `fedweave resume {path}` or choose another output."
-            ) from None
         except OSError as error:
+            require_new(path)
             raise UserError(f"the run folder {path} cannot be made: {error.strerror}.") from error
         return cls(path)
 
     @classmethod
-    def open(cls, path: Path, overrides: list[str] | None = None) -> tuple[RunFolder, Config]:
+    def open(
+        cls, path: Path, overrides: Sequence[str] = (), free: Sequence[str] = FREE_KEYS
+    ) -> tuple[RunFolder, Config]:
         """An existing run and its config, with overrides of keys that may change."""
         if not (path / "config.yaml").is_file():
             raise UserError(f"{path} is no run folder: it has no config.yaml.")
-        for item in overrides or []:
+        for item in overrides:
             key = item.partition("=")[0]
-            if not any(key == free or key.startswith(f"{free}.") for free in FREE_KEYS):
-                raise UserError(f"{key} is fixed for a run; only {', '.join(FREE_KEYS)} may change on resume.")
-        return cls(path), load_config(path / "config.yaml", overrides or [])
+            if not is_one_of(key, free):
+                raise UserError(f"{key} is fixed for a run; only {', '.join(free)} may change.")
+        return cls(path), load_config(path / "config.yaml", overrides)
 
-    def check_manifest(self, manifest: Manifest) -> None:
-        """The data must be what the run started with."""
+    @contextmanager
+    def session(self, config: Config) -> Iterator[None]:
+        """Be the one process that works on the run; interrupted, it says how to go on."""
+        with locked(self.path):
+            try:
+                yield
+            except KeyboardInterrupt:
+                command = resume_command(self.path, config)
+                raise KeyboardInterrupt(f"`{command}` goes on from the last checkpoint") from None
+
+    def manifest(self) -> Manifest:
+        saved = read_json(self.path / "manifest.json", Manifest, "restore it and try again")
+        if saved is None:
+            raise UserError(f"{self.path / 'manifest.json'} is missing; restore it and try again.")
+        return saved
+
+    def changed_data(self, manifest: Manifest, labels: bool = False) -> list[str]:
+        """Which rows are not what they were when the run began; labels count where a method is told them."""
+        saved, now = self.manifest(), json.loads(json.dumps(manifest))
+        before: Mapping[str, object] = saved
+        if "fingerprint" in saved:  # earlier versions knew only where rows stood
+            before, now = saved["fingerprint"], now["fingerprint"]
+        parts = ("clients", "validation", "test", "unseen", *(["labels"] if labels else []))
+        return [part for part in parts if before.get(part) != now.get(part)]
+
+    def check_data(self, manifest: Manifest, labels: bool = False) -> None:
+        """The data must be what the run started with. Labels that only audit may be others, and are noted."""
+        if changed := self.changed_data(manifest, labels):
+            rows = " and ".join("training" if part == "clients" else part for part in changed)
+            raise UserError(
+                f"the data of {self.path} has changed since the run began ({rows}); restore it, or start a new run "
+                f"from this one's model with `fedweave export {self.path} BUNDLE` and init=BUNDLE."
+            )
+
+    def note_data(self, manifest: Manifest) -> None:
+        """Rows that are called otherwise by now, or have other labels."""
+        saved, now = self.manifest(), json.loads(json.dumps(manifest))
+        if saved == now:
+            return
+        if saved.get("fingerprint") != now["fingerprint"]:
+            (self.path / "discovery.json").unlink(missing_ok=True)  # it is written again, with these labels
+        write_json(self.path / "manifest.json", manifest)
+
+    def has_discovery(self) -> bool:
+        """Whether what discovery wrote is there and whole; a checkpoint has all that it takes to write it again."""
         try:
-            saved = json.loads((self.path / "manifest.json").read_text(encoding="utf-8"))
-        except (OSError, ValueError):
-            raise UserError(f"{self.path / 'manifest.json'} is missing or damaged.") from None
-        if saved != json.loads(json.dumps(manifest)):
-            raise UserError(f"the data of {self.path} has changed since the run began; restore it or start anew.")
+            return read_json(self.path / "discovery.json", Discovery) is not None
+        except UserError:
+            return False
 
     def log(self, event: Event) -> None:
         """Append one event to metrics.jsonl; trackers get a copy of its figures."""
@@ -123,8 +157,8 @@ class RunFolder:
             ) from None
         self.loggers.event(event)
 
-    def write_json(self, name: str, content: object) -> None:
-        write_atomic(self.path / name, json.dumps(content, indent=1, ensure_ascii=False))
+    def write_json(self, name: str, content: Mapping[str, object], indent: int | None = 1) -> None:
+        write_json(self.path / name, content, indent)
 
     # ---------------------------------------------------------------------------------- checkpoints
 
@@ -136,7 +170,7 @@ class RunFolder:
             moved = {name: tensor for name, tensor in best.tensors().items() if tensor is not tensors.get(name)}
             tensors |= {f"best_{name}": tensor for name, tensor in moved.items()}
         tensors |= context.engine.memories()
-        meta = {
+        meta: CheckpointMeta = {
             "completed": progress.completed,
             "best_round": progress.best_round,
             "best_loss": progress.best_loss,
@@ -147,106 +181,96 @@ class RunFolder:
             "rank": state.layout.rank,
             "experts": state.layout.experts,
             "shared": state.layout.shared,
-            "router": asdict(state.router) if state.router else None,
+            "router": asdict(state.router) if state.router else None,  # type: ignore[typeddict-item]
             "shares": state.shares,
             "norms": state.norms,
+            "doubts": state.doubts,
             "report": state.report,
             "clients": [client.record() for client in context.engine.members],
             "metrics_bytes": self.metrics.stat().st_size,
-            "config": config_hash(context.config),
+            "metrics_sha256": file_sha256(self.metrics),
+            "settings": config_hash(context.config),
             "backbone": context.backbone.fingerprint,
         }
         save_checkpoint(self.checkpoints, round_name(progress.completed), tensors, meta)
-        prune(self.checkpoints, keep={round_name(0)})
+        prune(self.checkpoints, keep={0})
 
-    def snapshots(self, console: Console) -> Iterator[Snapshot]:
-        """The checkpoints that can be read, newest first; nothing is changed on disk."""
-        for path in reversed(round_checkpoints(self.checkpoints)):
-            try:
-                yield Snapshot(*load_checkpoint(path), path)
-            except UserError as error:
-                console.warn(f"{error} Falling back to the one before.")
+    def snapshots(self) -> list[Snapshot]:
+        """All checkpoints, newest first."""
+        found = round_checkpoints(self.checkpoints)
+        return [self._read(completed, found) for completed in reversed(found)]
 
-    def newest(self, console: Console) -> Snapshot | None:
-        return next(self.snapshots(console), None)
+    def newest(self, checkpoint: int | None = None) -> Snapshot | None:
+        """The newest checkpoint, or the one of a round that was asked for; None when there is none yet. A damaged
+        one is never passed over for an older one that nobody asked for."""
+        found = round_checkpoints(self.checkpoints)
+        if checkpoint is not None and checkpoint not in found:
+            kept = ", ".join(map(str, found)) or "none"
+            raise UserError(f"{self.path} has no checkpoint of round {checkpoint}; there is: {kept}.")
+        return self._read(max(found) if checkpoint is None else checkpoint, found) if found else None
 
-    def load(self, context: RunContext, console: Console) -> Progress | None:
+    def _read(self, completed: int, found: Mapping[int, Path]) -> Snapshot:
+        try:
+            return Snapshot(*load_checkpoint(found[completed], CheckpointMeta), found[completed])
+        except Damaged as error:
+            others = [number for number in found if number != completed and _is_whole(found[number])]
+            choice = "start a new run"
+            if others:
+                command = resume_command(self.path, load_config(self.path / "config.yaml"))
+                choice = (
+                    f"go back to round {max(others)} with `{command} --checkpoint {max(others)}`; evaluate, "
+                    "generate, export and serve take --checkpoint, too"
+                )
+            raise UserError(
+                f"checkpoint {found[completed]} is damaged ({error}); restore it, or {choice}."
+            ) from None
+
+    def go_back(self, completed: int) -> None:
+        """Forget every later checkpoint, the newest first."""
+        for number, path in sorted(round_checkpoints(self.checkpoints).items(), reverse=True):
+            if number > completed:
+                remove_folder(path)
+
+    def load(self, context: RunContext) -> Progress | None:
         """Put the newest checkpoint back onto the context, to go on from there; None when there is none yet."""
-        snapshot = self.newest(console)
+        snapshot = self.newest()
         if snapshot is None:
-            _truncate(self.metrics, 0)  # killed before the first checkpoint: begin again
+            self.metrics.write_bytes(b"")  # killed before the first checkpoint: begin again
             return None
         snapshot.check(context.config, context.backbone)
         meta = snapshot.meta
-        _truncate(self.metrics, meta["metrics_bytes"])
+        self._rewind(meta)
         context.engine.restore(meta["clients"], snapshot.tensors)
-        return snapshot.progress(context.engine.layers, context.backbone.device)
+        return Progress.of(snapshot, context.engine.layers, context.backbone.device)
 
-
-@dataclass
-class Snapshot:
-    """A checkpoint as read from disk."""
-
-    tensors: dict[str, torch.Tensor]
-    meta: dict[str, Any]
-    path: Path
-
-    def check(self, config: Config, backbone: Backbone) -> None:
-        """Refuse to mix a checkpoint with another config or another backbone."""
-        if self.meta["config"] != config_hash(config):
-            raise UserError(f"checkpoint {self.path} belongs to another config than the run's config.yaml.")
-        if self.meta["backbone"] != backbone.fingerprint:
+    def _rewind(self, meta: CheckpointMeta) -> None:
+        """Forget events logged after the checkpoint: they will happen again."""
+        size = meta["metrics_bytes"]
+        logged = self.metrics.read_bytes()[:size] if self.metrics.is_file() else b""
+        if len(logged) < size or meta.get("metrics_sha256") not in (None, hashlib.sha256(logged).hexdigest()):
             raise UserError(
-                f"checkpoint {self.path} was trained on another backbone, tokenizer or prompt rendering than "
-                f"{backbone.name} as loaded now; use the one of the run."
+                f"{self.metrics} is damaged: it is not what was logged until round {meta['completed']}; restore "
+                f"it, or take the model as it is with `fedweave export {self.path} BUNDLE`."
             )
-
-    def state(self, layers: Mapping[str, Shaped], device: torch.device, prefix: str = "") -> ServerState:
-        """The last round's state."""
-        names = ("theta", "phi", "private", "signatures")  # what the best round has in common is there once
-        parts = {name: self.tensors.get(f"{prefix}{name}", self.tensors.get(name)) for name in names}
-        on_device = {name: t.to(device) for name, t in parts.items() if t is not None}
-        meta = self.meta
-        return ServerState(
-            layout=AdapterLayout.of(layers, meta["rank"], meta["experts"], meta.get("shared", 0)),
-            router=RouterLayout(**meta["router"]) if meta["router"] else None,
-            theta=on_device["theta"],
-            phi=on_device.get("phi"),
-            shares=meta["shares"],
-            pace=meta.get("pace", 1.0),
-            private=on_device.get("private"),
-            signatures=on_device.get("signatures"),
-            norms=meta["norms"],
-            report=meta["report"],
-        )
-
-    def progress(self, layers: Mapping[str, Shaped], device: torch.device) -> Progress:
-        """Where the run stood."""
-        meta, state = self.meta, self.state(layers, device)
-        best = state if meta["best_round"] == meta["completed"] else self.best(layers, device)
-        since, setbacks = meta.get("since", meta["best_round"]), meta.get("setbacks", 0)
-        return Progress(
-            state, meta["completed"], best, meta["best_round"], meta["best_loss"], meta["seconds"], since, setbacks
-        )
-
-    def best(self, layers: Mapping[str, Shaped], device: torch.device) -> ServerState:
-        """The state of the best round so far."""
-        return self.state(layers, device, "best_" if self.meta["best_round"] != self.meta["completed"] else "")
+        with open(self.metrics, "ab") as out:
+            out.truncate(size)
 
 
-def config_hash(config: Config) -> str:
-    """A hash over the keys that decide results, where they differ from their defaults: a key that a later version
-    adds leaves the runs of an earlier one alone."""
-    defaults = flatten(to_tree(Config()))
-    changed = {
-        key: value
-        for key, value in flatten(to_tree(config)).items()
-        if value != defaults[key] and not any(key == free or key.startswith(f"{free}.") for free in FREE_KEYS)
-    }
-    return hashlib.sha256(json.dumps(changed, sort_keys=True).encode()).hexdigest()[:32]
+def require_new(path: Path) -> None:
+    """A place for a new run: nothing, or an empty folder."""
+    if path.is_dir() and not any(path.iterdir()):
+        return
+    if (path / "config.yaml").is_file():
+        require_unlocked(path)
+        command = resume_command(path, load_config(path / "config.yaml"))
+        raise UserError(f"the run folder {path} exists; continue it with `{command}` or choose another output.")
+    if path.exists():
+        raise UserError(f"{path} exists and is no run folder; choose another output.")
 
 
-def _truncate(path: Path, size: int) -> None:
-    """Forget events logged after the checkpoint: they will happen again."""
-    with open(path, "ab") as out:
-        out.truncate(size)
+def _is_whole(checkpoint: Path) -> bool:
+    try:
+        load_checkpoint(checkpoint, CheckpointMeta)
+        return True
+    except Damaged:
+        return False

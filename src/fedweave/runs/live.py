@@ -14,6 +14,8 @@ from pathlib import Path
 from typing import Literal
 
 from fedweave.files import write_if_possible
+from fedweave.json_files import Damaged, parse
+from fedweave.runs.lock import alive
 from fedweave.schema import LiveState, Phase
 
 NAME = "progress.json"
@@ -69,19 +71,9 @@ class LiveProgress:
 def read_live(folder: Path) -> LiveState | None:
     """The reader's side: None when there is none. A process that is gone turns "running" into "stopped"."""
     try:
-        content: LiveState = json.loads((folder / NAME).read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+        content = parse((folder / NAME).read_bytes(), LiveState)
+    except (OSError, Damaged):
         return None
-    if content["state"] == "running" and content["host"] == socket.gethostname() and not _alive(content["pid"]):
+    if content["state"] == "running" and not alive({"pid": content["pid"], "host": content["host"]}):
         content["state"] = "stopped"
     return content
-
-
-def _alive(pid: int) -> bool:
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    except PermissionError:
-        return True
-    return True

@@ -8,7 +8,6 @@ own environment variables say otherwise (WANDB_MODE=online, MLFLOW_TRACKING_URI,
 from __future__ import annotations
 
 import importlib.util
-import json
 import os
 import re
 import time
@@ -20,7 +19,7 @@ from typing import Protocol
 from fedweave.config import Config
 from fedweave.console import Console
 from fedweave.errors import UserError, first_line
-from fedweave.files import write_atomic
+from fedweave.json_files import read_json, write_json
 from fedweave.schema import Event, Summary
 from fedweave.settings import flatten, to_tree
 
@@ -217,8 +216,8 @@ def _clean(values: dict[str, float]) -> dict[str, float]:
 def _remembered(folder: Path, name: str, make: Callable[[], str]) -> str:
     """The run's identity in a tracker, kept in loggers.json so that a resumed run continues its curves."""
     file = folder / "loggers.json"
-    known = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
+    known = read_json(file, dict[str, str], "remove it to begin new curves") or {}
     if name not in known:
         known[name] = make()
-        write_atomic(file, json.dumps(known))
+        write_json(file, known)
     return known[name]

@@ -5,17 +5,17 @@ A run may be unfinished or under way; what it does not have yet is None or empty
 
 from __future__ import annotations
 
-import json
 import math
+import shlex
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import Any
 
 from fedweave.config import Config, load_config
 from fedweave.errors import UserError
+from fedweave.json_files import Damaged, parse, read_json
 from fedweave.runs.live import read_live
 from fedweave.schema import (
     Audit,
@@ -217,43 +217,39 @@ class RunRecord:
 
 
 def resume_command(folder: Path, config: Config) -> str:
-    return f"fedweave {'federate --resume' if config.data.source == 'sites' else 'resume'} {folder}"
+    verb = "federate --resume" if config.data.source == "sites" else "resume"
+    return f"fedweave {verb} {shlex.quote(str(folder))}"
 
 
 def read_run(folder: Path) -> RunRecord:
     if not (folder / "config.yaml").is_file():
         raise UserError(f"{folder} is no run folder: it has no config.yaml.")
-    manifest = read_json(folder / "manifest.json")
+    manifest = read_json(folder / "manifest.json", Manifest, "restore it and try again")
     if manifest is None:
         raise UserError(f"{folder} is no whole run folder: it has no manifest.json.")
+    config = load_config(folder / "config.yaml")
+    again = f"`{resume_command(folder, config)}` writes it again"
     return RunRecord(
         path=folder,
-        config=load_config(folder / "config.yaml"),
+        config=config,
         manifest=manifest,
-        discovery=read_json(folder / "discovery.json"),
-        embedding=read_json(folder / "embedding.json"),
-        summary=read_json(folder / "summary.json"),
+        discovery=read_json(folder / "discovery.json", Discovery, again),
+        embedding=read_json(folder / "embedding.json", PromptMap, again),
+        summary=read_json(folder / "summary.json", Summary, again),
         live=read_live(folder),
         events=read_events(folder / "metrics.jsonl"),
     )
 
 
-def read_json(path: Path) -> Any:
-    """Whatever a file of a run or a comparison holds; None where there is none."""
-    try:
-        return json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        return None
-    except (OSError, ValueError):
-        raise UserError(f"{path} is damaged; remove it, or restore it and try again.") from None
-
-
 def read_events(path: Path) -> list[Event]:
     """Events so far; the last line of a run under way may be half written."""
+    lines = path.read_bytes().splitlines(keepends=True) if path.is_file() else []
     events: list[Event] = []
-    for line in path.read_text(encoding="utf-8").splitlines() if path.is_file() else []:
-        try:
-            events.append(json.loads(line))
-        except ValueError:
+    for number, line in enumerate(lines, start=1):
+        if number == len(lines) and not line.endswith(b"\n"):
             break
+        try:
+            events.append(parse(line, Event))  # type: ignore[arg-type]
+        except Damaged as error:
+            raise UserError(f"{path}, line {number} is damaged ({error}); restore the file.") from None
     return events

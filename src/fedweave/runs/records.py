@@ -41,7 +41,7 @@ def validation_record(losses: torch.Tensor, weights: torch.Tensor, held: TestSet
     """Losses [n] by task, and how the router spreads the prompts: its weights are [n, M]."""
     entropy = -(weights.clamp(min=1e-12).log() * weights).sum(1).mean().item()
     experts = weights.shape[1]
-    chosen = torch.bincount(weights.argmax(1), minlength=experts) / len(weights)
+    chosen = torch.bincount(weights.argmax(1)[weights.any(1)], minlength=experts) / len(weights)
     return {
         "loss": losses.mean().item(),
         "tasks": per_task(losses, held.labels),
@@ -54,7 +54,8 @@ def validation_record(losses: torch.Tensor, weights: torch.Tensor, held: TestSet
 def label_record(workspace: Workspace) -> LabelRecord:
     """What only labels can tell, for discovery.json: every bucket's tasks, and how buckets and experts met them,
     and the kinds, where several tasks are one."""
-    clients, labels = workspace.engine.members, workspace.client_labels
+    clients = workspace.engine.members  # without those whose answers were refused
+    labels = [workspace.client_labels[client.index] for client in clients]
     record: LabelRecord = {
         "bucket_tasks": {
             c.name: [dict(Counter(truth[i] for i in bucket)) for bucket in c.buckets]
@@ -75,7 +76,7 @@ def prompt_map(workspace: Workspace) -> PromptMap:
     Features are standardised channel by channel, as discovery does within a client. One small eigenproblem; a
     picture is made of it only when somebody asks for a report.
     """
-    clients = workspace.engine.members
+    clients, labels = workspace.engine.members, workspace.client_labels
     rows = [(i, j) for i, client in enumerate(clients) for j in range(len(client))]
     rng = np.random.default_rng(stream_key("prompt map", workspace.config.seed))
     chosen = sorted(rng.permutation(len(rows))[:MAPPED].tolist())
@@ -88,10 +89,10 @@ def prompt_map(workspace: Workspace) -> PromptMap:
     coordinates = (vectors * np.sqrt(values))[:, :AXES]
     bucket_of = []
     for client in clients:
-        labels = np.zeros(len(client), dtype=int)
+        numbers = np.zeros(len(client), dtype=int)
         for c, members in enumerate(client.buckets):
-            labels[members] = c
-        bucket_of.append(labels)
+            numbers[members] = c
+        bucket_of.append(numbers)
     buckets = [int(bucket_of[i][j]) for i, j in picked]
     return {
         "explained": (values[:AXES] / max(values.sum(), 1e-12)).round(4).tolist(),
@@ -99,5 +100,5 @@ def prompt_map(workspace: Workspace) -> PromptMap:
         "clients": [clients[i].name for i, _ in picked],
         "buckets": buckets,
         "experts": [clients[i].assignment[c] for (i, _), c in zip(picked, buckets, strict=True)],
-        "tasks": [workspace.client_labels[i][j] for i, j in picked],
+        "tasks": [labels[clients[i].index][j] for i, j in picked],
     }

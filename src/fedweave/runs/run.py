@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import time
 from pathlib import Path
 from typing import Any, Protocol
@@ -12,6 +11,7 @@ import torch
 from fedweave.backbone.load import weights_hash
 from fedweave.config import Config, dump_config
 from fedweave.console import Console
+from fedweave.description.record import read_experts
 from fedweave.errors import UserError
 from fedweave.evaluation.losses import example_losses
 from fedweave.federation.engines.distributed import world
@@ -19,10 +19,9 @@ from fedweave.federation.rounds import RoundReport, federate
 from fedweave.federation.state import ServerState
 from fedweave.files import write_atomic
 from fedweave.methods import build_method
-from fedweave.router.mlp import sparsify
 from fedweave.runs.continuing import initial_state
 from fedweave.runs.course import BACK, END, ON, agreed, follow, judge, rounds_left, setback, setback_text
-from fedweave.runs.folder import Progress, RunFolder
+from fedweave.runs.folder import Progress, RunFolder, require_new
 from fedweave.runs.live import LiveProgress
 from fedweave.runs.loggers import open_loggers, require_loggers
 from fedweave.runs.records import label_record, prompt_map, round_record, validation_record
@@ -39,20 +38,20 @@ def start(config: Config, output: Path, console: Console, kept: Kept | None = No
     if processes is not None and processes.rank > 0:
         stand_by(output, [], kept)
         return None
-    if output.exists():
-        raise UserError(
-            f"the run folder {output} exists; continue it with `fedweave resume {output}` or choose another output."
-        )
+    require_new(output)
     require_loggers(config.loggers)
     prepared = prepare(config, console, kept)
     initial_state(config, prepared.backbone)  # a bundle that does not fit shows before anything is written
     run = RunFolder.create(output, config, prepared.data.manifest)
-    console.say(f"run folder: {output}")
-    return _execute(run, prepared, console)
+    with run.session(config):
+        console.say(f"run folder: {output}")
+        return _execute(run, prepared, console)
 
 
-def resume(path: Path, overrides: list[str], console: Console, kept: Kept | None = None) -> Summary | None:
-    """Continue a run from its newest checkpoint."""
+def resume(
+    path: Path, overrides: list[str], console: Console, kept: Kept | None = None, checkpoint: int | None = None
+) -> Summary | None:
+    """Continue a run from its newest checkpoint, or from the one of a round that is named."""
     processes = world()
     if processes is not None and processes.rank > 0:
         stand_by(path, overrides, kept)
@@ -61,11 +60,17 @@ def resume(path: Path, overrides: list[str], console: Console, kept: Kept | None
     if config.data.source == "sites":
         raise UserError(f"{path} is a run over sites; continue it with `fedweave federate --resume {path}`.")
     require_loggers(config.loggers)
-    prepared = prepare(config, console, kept)
-    run.check_manifest(prepared.data.manifest)
-    if overrides:  # more rounds stay asked for, even if this session is killed too
-        write_atomic(path / "config.yaml", dump_config(config))
-    return _execute(run, prepared, console)
+    with run.session(config):
+        snapshot = run.newest(checkpoint)
+        prepared = prepare(config, console, kept)
+        run.check_data(prepared.data.manifest, build_method(config).uses_labels)
+        if snapshot is not None:
+            snapshot.check(config, prepared.backbone)
+            run.go_back(snapshot.meta["completed"])
+        run.note_data(prepared.data.manifest)
+        if overrides:  # more rounds stay asked for, even if this session is killed too
+            write_atomic(path / "config.yaml", dump_config(config))
+        return _execute(run, prepared, console)
 
 
 def stand_by(path: Path, overrides: list[str], kept: Kept | None) -> None:
@@ -78,10 +83,10 @@ def stand_by(path: Path, overrides: list[str], kept: Kept | None) -> None:
     workspace = prepare(config, console, kept).build(console)
     method = build_method(config)
     workspace.disclose(method)
-    snapshot = run.newest(console)
+    snapshot = run.newest()
     if snapshot is not None:
         workspace.engine.restore(snapshot.meta["clients"], snapshot.tensors)
-        progress = snapshot.progress(workspace.engine.layers, workspace.backbone.device)
+        progress = Progress.of(snapshot, workspace.engine.layers, workspace.backbone.device)
     else:
         state = method.prepare(workspace.engine, initial_state(config, workspace.backbone))
         progress = Progress(state, 0, state, 0, float("inf"), 0.0)  # losses are the first process's affair
@@ -135,7 +140,7 @@ class LocalRun:
         models = served_models(self.workspace, state)
         for model in models:
             weights = model.weights(held.features)
-            gates = sparsify(weights, build_method(self.config).selection)
+            gates = model.experts.gates(weights, build_method(self.config).selection)
             losses += example_losses(self.backbone, held.encoded, model.mixture, model.theta, gates) / len(models)
         record = validation_record(losses, weights, held)
         if self.config.evaluation.score_rounds:
@@ -186,7 +191,7 @@ def carry_out(run: RunFolder, context: RunContext, console: Console, started: fl
     method = build_method(context.config)
     live = LiveProgress(run.path, context.config.training.rounds)
     console.on_progress = live.phase
-    progress = run.load(context, console)
+    progress = run.load(context)
     earlier = progress.seconds if progress else 0.0
     run.loggers = open_loggers(context.config, run.path, progress.completed + 1 if progress else 0, console)
     if progress is None:
@@ -197,6 +202,8 @@ def carry_out(run: RunFolder, context: RunContext, console: Console, started: fl
         run.save(context, progress)
     else:
         console.say(f"resuming after round {progress.completed}")
+        if not run.has_discovery():
+            _record_discovery(run, context, progress.state, console)
     live.begin_rounds(progress.completed)
     bar = console.progress("rounds", context.config.training.rounds, "rounds")
     bar.advance(progress.completed)
@@ -239,7 +246,7 @@ def carry_out(run: RunFolder, context: RunContext, console: Console, started: fl
     run.loggers.test(summary)
     run.loggers.close()
     live.finish()
-    console.say(summary_text(summary))
+    console.say(summary_text(summary, read_experts(run.path)))
     return summary
 
 
@@ -267,7 +274,7 @@ def _record_discovery(run: RunFolder, context: RunContext, state: ServerState, c
     }
     run.write_json("discovery.json", record | context.labels())
     if (prompts := context.prompts()) is not None:
-        write_atomic(run.path / "embedding.json", json.dumps(prompts, ensure_ascii=False))
+        run.write_json("embedding.json", prompts, indent=None)
     for client in clients:
         if client.note:
             console.warn(f"client {client.name!r}: {client.note}; it has one bucket.")

@@ -25,13 +25,16 @@ from fedweave.federation.method import Sizes
 from fedweave.federation.state import ServerState
 from fedweave.files import write_atomic
 from fedweave.inference.model import FedWeaveModel
+from fedweave.json_files import read_json
 from fedweave.methods import build_method, method_class
 from fedweave.router.mlp import RouterLayout
 from fedweave.runs.course import ended
+from fedweave.runs.describing import describe_at_the_end
 from fedweave.runs.folder import Progress, RunFolder
+from fedweave.runs.reading import read_events
 from fedweave.runs.testing import evaluate_models, routed_models
-from fedweave.runs.workspace import TestSet
-from fedweave.schema import ByTask, Communication, Environment, Prediction, Summary, Test, Tested
+from fedweave.runs.workspace import TestSet, Workspace
+from fedweave.schema import ByTask, Communication, Discovery, Environment, Prediction, Summary, Test, Tested
 from fedweave.settings import to_tree
 
 if TYPE_CHECKING:
@@ -65,7 +68,7 @@ def summarise(
     """Everything that summary.json holds, but for the timing; without a tester there is no test in it."""
     config, clients, backbone = context.config, context.engine.members, context.backbone
     here = [client for client in clients if isinstance(client, Client)]  # none where the clients are sites
-    discovery = json.loads((run.path / "discovery.json").read_text(encoding="utf-8"))
+    discovery = read_json(run.path / "discovery.json", Discovery)
     summary: Summary = {
         "schema": SCHEMA,
         "method": config.method,
@@ -85,7 +88,7 @@ def summarise(
         "rounds": progress.completed,
         "communication": _communication(run, progress.state),
         "validation": {"best_round": progress.best_round, "best_loss": progress.best_loss},
-        "audit": discovery.get("audit"),
+        "audit": discovery.get("audit") if discovery else None,
         "test": _test(run, tester, progress, console) if tester else {},
         "backbone": {"model": backbone.name, "fingerprint": backbone.fingerprint},
         "config": to_tree(config),
@@ -95,7 +98,7 @@ def summarise(
         summary["unseen_tasks"] = {name: task.title for name, task in tester.unseen_tasks.items()}
     if ended(progress):
         summary["ended_early"] = True
-    if "kind_audit" in discovery:
+    if discovery and "kind_audit" in discovery:
         summary["kind_audit"] = discovery["kind_audit"]
     return summary
 
@@ -110,8 +113,7 @@ def trained_parameters(config: Config, state: ServerState) -> int:
 
 def _communication(run: RunFolder, state: ServerState) -> Communication:
     """Bytes between clients and server, from the run's own log: before round 1, and per client and round."""
-    events = [json.loads(line) for line in run.metrics.read_text(encoding="utf-8").splitlines()]
-    rounds = [event for event in events if event["event"] == "round"]
+    rounds = [event for event in read_events(run.metrics) if event["event"] == "round"]
     before = list(state.report.get("preparation_bytes", {}).values())
     up = [sent for event in rounds for sent in event["bytes_up"].values()]
     down = [event["bytes_down"] for event in rounds for _ in event["participants"]]
@@ -137,8 +139,10 @@ def _test(run: RunFolder, tester: Tester, progress: Progress, console: Console) 
     predictions: list[Prediction] = []
     test["best"] = _evaluate(tester, progress.best, console, predictions)
     test["best"]["round"] = progress.best_round
+    models = served_models(tester, progress.best)
+    if isinstance(tester, Workspace) and len(models) == 1:  # others have no common experts
+        describe_at_the_end(run.path, tester, models[0], predictions, progress.best_round)
     if tester.unseen:
-        models = served_models(tester, progress.best)
         test["unseen"] = evaluate_models(
             tester.config, tester.unseen_tasks, models, tester.unseen, console, predictions
         )

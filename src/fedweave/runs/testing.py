@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -24,7 +25,7 @@ from fedweave.methods import build_method
 from fedweave.metrics.scores import scores
 from fedweave.router.mlp import sparsify
 from fedweave.runs.workspace import TestSet
-from fedweave.schema import ByTask, Prediction, Tested
+from fedweave.schema import ByTask, ClientFigures, Prediction, Tested
 
 
 def routed_models(backbone: Backbone, mixture: Mixture, method: Method, state: ServerState) -> list[FedWeaveModel]:
@@ -44,12 +45,20 @@ def evaluate_models(
     console: Console,
     predictions: list[Prediction] | None = None,
 ) -> Tested:
-    """Losses of every routing, scores of the chosen one, the routing table; means where several models serve."""
-    results = [
-        _evaluate_model(config, tasks, model, held, console, predictions if model is models[0] else None)
-        for model in models
-    ]
-    return _mean_tree(results)
+    """Losses of every routing, scores of the chosen one, the routing table, and what it all is for each client;
+    means where several models serve. ``predictions`` gets a record of every row, of the first model."""
+    results, measured = zip(
+        *(_evaluate_model(config, tasks, model, held, console) for model in models), strict=True
+    )
+    if predictions is not None:
+        predictions += _predictions(held, models[0], measured[0])
+    result: Tested = _mean_tree(list(results))
+    if held.clients is not None and len(measured) in (1, len(held.clients.names)):  # else some client was refused
+        names = held.clients.names
+        own = measured if len(measured) == len(names) else [measured[0]] * len(names)
+        each = ((name, held.clients.of(name), rows) for name, rows in zip(names, own, strict=True))
+        result["clients"] = {name: rows.weighted(weights) for name, weights, rows in each if weights.any()}
+    return result
 
 
 def _mean_tree(trees: list[Any]) -> Any:
@@ -62,14 +71,25 @@ def _mean_tree(trees: list[Any]) -> Any:
     return float(np.mean(trees)) if isinstance(first, float) and len(trees) > 1 else first
 
 
+@dataclass
+class Rows:
+    """What one model makes of every row, with the routing that its method uses."""
+
+    losses: torch.Tensor  # [n]
+    answers: list[str] | None = None
+    scores: torch.Tensor | None = None  # [n]
+
+    def weighted(self, weights: np.ndarray) -> ClientFigures:
+        """Its figures where rows count as much as ``weights`` [n] say."""
+        figures: ClientFigures = {"loss": float(weights @ self.losses.double().numpy())}
+        if self.scores is not None:
+            figures["score"] = float(weights @ self.scores.numpy())
+        return figures
+
+
 def _evaluate_model(
-    config: Config,
-    tasks: dict[str, Task],
-    model: FedWeaveModel,
-    held: TestSet,
-    console: Console,
-    predictions: list[Prediction] | None,
-) -> Tested:
+    config: Config, tasks: dict[str, Task], model: FedWeaveModel, held: TestSet, console: Console
+) -> tuple[Tested, Rows]:
     settings, used = config.evaluation, build_method(config).routing
     weights = model.weights(held.features)  # [n, M]
     several = model.mixture.layout.experts > 1
@@ -82,23 +102,30 @@ def _evaluate_model(
     if several and len(set(held.kinds)) > 1:
         result["decided"] = decided(weights, held.kinds)
     routings = dict.fromkeys(["sparse", "soft", used] if several else ["sparse"])
+    losses = {}
     bar = console.progress("test losses", len(held.encoded) * len(routings), "examples")
     for routing in routings:
-        gates = sparsify(weights, routing)
-        losses = example_losses(model.backbone, held.encoded, model.mixture, model.theta, gates, bar)
-        result["loss"][routing] = per_task(losses, held.labels)
+        gates = model.experts.gates(weights, routing)
+        losses[routing] = example_losses(model.backbone, held.encoded, model.mixture, model.theta, gates, bar)
+        result["loss"][routing] = per_task(losses[routing], held.labels)
     bar.close()
+    rows = Rows(losses[result["used"]])
     if settings.scores:
-        gates = sparsify(weights, used)
-        result["score"] = _scores(config, tasks, model, held, weights, gates, console, predictions)
+        rows.answers, rows.scores = _answers(
+            config, tasks, model, held, model.experts.gates(weights, used), console
+        )
+        result["score"] = per_task(rows.scores, held.labels)
     if settings.compare_routings:
         result["routings"] = {}
         for routing in ("sparse", "top2", "soft"):
             started = time.monotonic()
-            scored = _scores(config, tasks, model, held, weights, sparsify(weights, routing), console, None)
+            _, scored = _answers(config, tasks, model, held, model.experts.gates(weights, routing), console)
             seconds = time.monotonic() - started
-            result["routings"][routing] = {"score": scored, "ms_per_prompt": 1e3 * seconds / len(held.encoded)}
-    return result
+            result["routings"][routing] = {
+                "score": per_task(scored, held.labels),
+                "ms_per_prompt": 1e3 * seconds / len(held.encoded),
+            }
+    return result, rows
 
 
 def answer_scores(
@@ -108,51 +135,58 @@ def answer_scores(
     used = build_method(config).routing
     each = []
     for model in models:
-        weights = model.weights(held.features)
-        each.append(_scores(config, tasks, model, held, weights, sparsify(weights, used), console, None))
+        gates = model.experts.gates(model.weights(held.features), used)
+        _, scored = _answers(config, tasks, model, held, gates, console)
+        each.append(per_task(scored, held.labels))
     return _mean_tree(each)
 
 
-def _scores(
+def _answers(
     config: Config,
     tasks: dict[str, Task],
     model: FedWeaveModel,
     held: TestSet,
-    weights: torch.Tensor,
     gates: torch.Tensor,
     console: Console,
-    predictions: list[Prediction] | None,
-) -> ByTask:
-    """Generate and score the answers of every task; ``macro`` is the unweighted mean."""
-    settings = config.evaluation
+) -> tuple[list[str], torch.Tensor]:
+    """(answers, their scores [n]) of all rows, whatever their task, in common batches."""
+    settings, labels = config.evaluation, held.labels
     bar = console.progress("answers", len(held.encoded), "prompts")
-    means = {}
-    for name in dict.fromkeys(held.labels):
-        task = tasks[name]
-        rows = [i for i, label in enumerate(held.labels) if label == name]
-        answers = generate(
-            model.backbone,
-            [held.encoded[i].prompt for i in rows],
-            task.max_new_tokens,
-            model.mixture,
-            model.theta,
-            gates[rows],
-            settings.batch_size,
-            bar,
-        )
-        each = scores(task.metric, answers, [held.references[i] for i in rows], settings.rouge, task.labels)
-        means[name] = float(np.mean(each))
-        if predictions is not None:
-            predictions += [
-                {
-                    "task": name,
-                    "origin": held.origins[i],
-                    "prediction": answer,
-                    "reference": held.references[i],
-                    "score": scored,
-                    "weights": weights[i].tolist(),
-                }
-                for i, answer, scored in zip(rows, answers, each, strict=True)
-            ]
+    answers = generate(
+        model.backbone,
+        [e.prompt for e in held.encoded],
+        [tasks[label].max_new_tokens for label in labels],
+        model.mixture,
+        model.theta,
+        gates,
+        settings.batch_size,
+        bar,
+    )
     bar.close()
-    return {**means, "macro": float(np.mean(list(means.values())))}
+    scored = torch.zeros(len(answers), dtype=torch.float64)
+    for name in dict.fromkeys(labels):
+        task, rows = tasks[name], [i for i, label in enumerate(labels) if label == name]
+        given, wanted = [answers[i] for i in rows], [held.examples[i].response for i in rows]
+        scored[rows] = torch.tensor(
+            scores(task.metric, given, wanted, settings.rouge, task.labels), dtype=torch.float64
+        )
+    return answers, scored
+
+
+def _predictions(held: TestSet, model: FedWeaveModel, measured: Rows) -> list[Prediction]:
+    """A record of every row."""
+    records: list[Prediction] = []
+    for i, (example, weights) in enumerate(zip(held.examples, model.weights(held.features), strict=True)):
+        record: Prediction = {
+            "task": example.task,
+            "origin": example.origin,
+            "prompt": example.prompt if isinstance(example.prompt, str) else list(example.prompt),
+            "reference": example.response,
+            "loss": measured.losses[i].item(),
+            "expert": int(weights.argmax()),
+            "weights": weights.tolist(),
+        }
+        if measured.answers is not None and measured.scores is not None:
+            record |= {"prediction": measured.answers[i], "score": measured.scores[i].item()}
+        records.append(record)
+    return records

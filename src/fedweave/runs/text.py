@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from fedweave.console import shade, table
+from fedweave.console import columns_of, shade, table
+from fedweave.description.record import Experts, title
+from fedweave.description.text import words_of
 from fedweave.schema import Audit, ByTask, Summary, Tested
 
 AUDIT = ["purity", "NMI", "ARI"]
@@ -12,8 +14,8 @@ FEW_TASKS = 12  # so many have a place each in tables of all of them; of more on
 DECIDED = 0.95  # of a kind's prompts to one expert: its routing is decided
 
 
-def summary_text(summary: Summary) -> str:
-    """A summary as text."""
+def summary_text(summary: Summary, experts: Experts | None = None) -> str:
+    """A summary as text, with what is known of the experts."""
     tested, chosen = summary["test"], summary["validation"]
     early = " (it ended early)" if summary.get("ended_early") else ""
     parts = [
@@ -37,6 +39,8 @@ def summary_text(summary: Summary) -> str:
         parts.append("no site measured a validation loss")
     else:
         parts.append(f"validation loss of all sites: {chosen['best_loss']:.3f}")
+    if experts and summary["experts"] > 1:
+        parts += ["", _experts(experts)]
     if summary["audit"]:
         audits = audit_rows(summary["audit"], summary.get("kind_audit"))
         parts += ["", table(["alignment audit", *AUDIT], audits)]
@@ -52,11 +56,16 @@ def results_table(tested: Tested, titles: Mapping[str, str], bare: ByTask | None
     header = [what, *([f"score {used} ↑"] if scored else []), *(f"loss {r} ↓" for r in tested["loss"])]
     header += ["loss untouched"] if bare else []
     rows = []
-    for task in tested["loss"][used]:
+    for task in rows_of(tested["loss"][used]):
         row = [titles.get(task, "macro average"), *([f"{scored[task]:.3f}"] if scored else [])]
         row += [f"{losses[task]:.3f}" for losses in tested["loss"].values()]
         rows.append([*row, *([f"{bare[task]:.3f}"] if bare else [])])
     return table(header, rows)
+
+
+def rows_of(figures: ByTask) -> list[str]:
+    """The rows of a table by task: with several tasks their mean stands below."""
+    return list(figures) if len(figures) > 2 else [task for task in figures if task != "macro"]
 
 
 def audit_rows(audit: Audit, kinds: Audit | None = None) -> list[list[str]]:
@@ -68,6 +77,17 @@ def audit_rows(audit: Audit, kinds: Audit | None = None) -> list[list[str]]:
         [level, f"{found['purity']:.3f}", f"{found['nmi']:.3f}", f"{found['ari']:.3f}"]
         for level, found in levels.items()
     ]
+
+
+def _experts(found: Experts) -> str:
+    """Who gets which prompts: a line for each, whether rows have labels or not."""
+    titles = [title(found, m) for m in range(len(found["experts"]))]
+    width = max(map(columns_of, titles))
+    lines = ["  words that set apart the prompts of"]
+    for name, expert in zip(titles, found["experts"], strict=True):
+        blank = " " * (width - columns_of(name))
+        lines.append(f"  {name}{blank}  {expert['share']:4.0%}  {', '.join(words_of(found, expert))}")
+    return "\n".join(lines)
 
 
 def decided_text(decided: Mapping[str, float]) -> str:

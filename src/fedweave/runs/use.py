@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
 import torch
 
-from fedweave.backbone.encode import encode
 from fedweave.backbone.features import compute_features
 from fedweave.backbone.load import load_backbone
 from fedweave.bundle.card import Origin
@@ -20,43 +20,57 @@ from fedweave.console import Console
 from fedweave.data import load_data
 from fedweave.data.examples import Example, Task
 from fedweave.data.own import read_test
+from fedweave.data.rows import Fields, read_fields
+from fedweave.description.record import Experts, limited, read_experts
 from fedweave.errors import UserError
 from fedweave.experts.mixture import Mixture
 from fedweave.inference.model import FedWeaveModel
 from fedweave.methods import build_method
-from fedweave.runs.folder import RunFolder, Snapshot
+from fedweave.runs.folder import RunFolder
 from fedweave.runs.reading import read_run, resume_command
+from fedweave.runs.snapshot import FREE_KEYS, Snapshot, is_one_of
 from fedweave.runs.testing import evaluate_models, routed_models
 from fedweave.runs.text import results_table
-from fedweave.runs.workspace import held_out
-from fedweave.schema import Description
+from fedweave.runs.workspace import TestSet
+from fedweave.schema import Description, Prediction
 from fedweave.settings import insert
+
+TESTED_ROWS = ("data.fields", "data.long_answers")  # how rows to test on are read
 
 
 def load(
-    folder: str | Path, *, last: bool = False, model: str | None = None, device: str = "auto"
+    folder: str | Path,
+    *,
+    last: bool = False,
+    model: str | None = None,
+    device: str = "auto",
+    checkpoint: int | None = None,
 ) -> FedWeaveModel:
     """The model of a bundle, in a folder or at ``hf://owner/name``, or of a run's best round (with ``last`` its
-    last). ``model`` names the backbone when it lies elsewhere than where a bundle was trained."""
+    last). ``model`` names the backbone when it lies elsewhere than where it was trained, ``checkpoint`` a round
+    after which the run is taken as it stood then."""
     repository = hub_repository(folder)
     folder = Path(folder) if repository is None else fetch_bundle(repository)
     if is_bundle(folder):
         return load_bundle(folder, model, device)
-    if model is not None:
-        raise UserError(f"{folder} is a run, whose config names its backbone; another is for bundles only.")
-    _, config = RunFolder.open(folder)
-    return _run_models(folder, config, last, Console(quiet=True), device)[0][0]
+    _, config = RunFolder.open(folder, [] if model is None else [f"backbone.model={json.dumps(model)}"])
+    return _run_models(folder, config, last, checkpoint, device)[0][0]
+
+
+def row_fields(folder: Path) -> Fields:
+    """How a run's rows call their columns; a bundle knows only the usual names."""
+    return {} if not (folder / "config.yaml").is_file() else read_fields(RunFolder.open(folder)[1].data.fields)
 
 
 def _run_models(
-    folder: Path, config: Config, last: bool, console: Console, device: str = "auto"
+    folder: Path, config: Config, last: bool, checkpoint: int | None, device: str = "auto"
 ) -> tuple[list[FedWeaveModel], Snapshot]:
     """(served models, the checkpoint they are from) of a run's best round, or last; needs the backbone but none of
     its data. ``device`` other than auto takes the place of the config's."""
     method = build_method(config)
     if method.uses_labels:
         raise UserError(f"{config.method} routes by labels and cannot answer a prompt that has none.")
-    snapshot = RunFolder(folder).newest(console)
+    snapshot = RunFolder(folder).newest(checkpoint)
     if snapshot is None:
         raise UserError(f"{folder} has no checkpoint yet; finish it with `{resume_command(folder, config)}`.")
     where = config.backbone if device == "auto" else replace(config.backbone, device=device, dtype="auto")
@@ -71,28 +85,54 @@ def _run_models(
 # -------------------------------------------------------------------------------------- for others
 
 
-def export_run(folder: Path, target: Path, last: bool = False) -> Description:
-    """Write a run's best (or last) model as a bundle; returns what fedweave.json holds."""
+def export_run(
+    folder: Path, target: Path, last: bool = False, checkpoint: int | None = None, tell: str | None = None
+) -> Description:
+    """Write a run's best (or last) model as a bundle; returns what fedweave.json holds. ``tell`` is how much of the
+    data's own words goes with it: none, words or examples."""
     require_new(target)
-    return write_bundle(target, *_the_model(folder, last))
+    told = told_experts(folder, tell)
+    model, origin = _the_model(folder, last, checkpoint)
+    if told is not None and told["round"] != origin.round:
+        again = f"fedweave describe {folder}{' --last' if last else ''}"
+        raise UserError(f"what {folder} tells of its experts is of round {told['round']}; `{again}` first.")
+    return write_bundle(target, model, origin, told)
 
 
-def export_soft(source: Path, target: Path, weights: Sequence[float], last: bool = False) -> None:
+def told_experts(folder: str | Path, tell: str | None) -> Experts | None:
+    """As much as others may read of the experts: of a run what ``tell`` allows, of a bundle all that it has."""
+    repository = hub_repository(folder)
+    folder = Path(folder) if repository is None else fetch_bundle(repository)
+    if is_bundle(folder):
+        return read_experts(folder)
+    if tell is None:
+        return None
+    found = read_experts(folder)
+    if found is None:
+        raise UserError(f"{folder} says nothing of its experts yet; `fedweave describe {folder}` finds out.")
+    return limited(found, tell)
+
+
+def export_soft(
+    source: Path, target: Path, weights: Sequence[float], last: bool = False, checkpoint: int | None = None
+) -> None:
     """Write one adapter for a fixed mixture of the experts of a run or a bundle."""
     require_new(target)
-    write_soft(target, *_described(source, last), weights)
+    write_soft(target, *_described(source, last, checkpoint), weights)
 
 
-def export_merged(source: Path, target: Path, expert: int, last: bool = False) -> None:
+def export_merged(
+    source: Path, target: Path, expert: int, last: bool = False, checkpoint: int | None = None
+) -> None:
     """Write a dense model with one expert of a run or a bundle in its weights."""
     require_new(target)
-    write_merged(target, *_described(source, last), expert)
+    write_merged(target, *_described(source, last, checkpoint), expert)
 
 
-def _the_model(folder: Path, last: bool) -> tuple[FedWeaveModel, Origin]:
+def _the_model(folder: Path, last: bool, checkpoint: int | None) -> tuple[FedWeaveModel, Origin]:
     """The one model of a run; a method that serves every client its own has none to hand on."""
     _, config = RunFolder.open(folder)
-    models, snapshot = _run_models(folder, config, last, Console(quiet=True))
+    models, snapshot = _run_models(folder, config, last, checkpoint)
     if len(models) != 1:
         raise UserError(f"{config.method} trains a model for every client and has none to export.")
     for name, tensor in (("experts", models[0].theta), ("router", models[0].experts.phi)):
@@ -103,28 +143,39 @@ def _the_model(folder: Path, last: bool) -> tuple[FedWeaveModel, Origin]:
     return models[0], Origin(config, completed, len(snapshot.meta["clients"]), run.summary, measured)
 
 
-def _described(source: Path, last: bool) -> tuple[FedWeaveModel, Description]:
+def _described(source: Path, last: bool, checkpoint: int | None) -> tuple[FedWeaveModel, Description]:
     """(model, description) of a run or a bundle."""
     if is_bundle(source):
         return load_bundle(source), verify_bundle(source)
-    model, origin = _the_model(source, last)
+    model, origin = _the_model(source, last, checkpoint)
     return model, describe(model, origin)
 
 
 # -------------------------------------------------------------------------------------- testing
 
 
-def evaluate(folder: Path, overrides: list[str], data: Path | None, last: bool, console: Console) -> str:
-    """Losses and scores of a run or a bundle as a table, on the run's test set or on a file."""
+def evaluate(
+    folder: Path,
+    overrides: list[str],
+    data: Path | None,
+    last: bool,
+    console: Console,
+    checkpoint: int | None = None,
+    predictions: list[Prediction] | None = None,
+) -> str:
+    """Losses and scores of a run or a bundle as a table, on the run's test set or on a file; ``predictions`` gets a
+    record of every row."""
     if is_bundle(folder):
         config, examples, tasks, models = _bundle(folder, overrides, data, console)
     else:
-        _, config = RunFolder.open(folder, overrides)
-        examples, tasks = _examples(config, data, console)
-        models, _ = _run_models(folder, config, last, console)
-    rows, encoded = encode(models[0].backbone, examples, config.data.long_answers, console)
+        run, config = RunFolder.open(folder, overrides, (*FREE_KEYS, *TESTED_ROWS))
+        examples, tasks = _examples(config, data, console, run)
+        trained = replace(config, data=RunFolder.open(folder)[1].data)
+        models, _ = _run_models(folder, trained, last, checkpoint)
+    models[0].backbone.check_answer(config.evaluation.max_new_tokens, "evaluation.max_new_tokens")
+    rows, encoded = models[0].backbone.prompts.encode_fitting(examples, config.data.long_answers, console.warn)
     features = compute_features(models[0].backbone, [e.prompt for e in encoded], console)
-    result = evaluate_models(config, tasks, models, held_out(rows, encoded, features), console)
+    result = evaluate_models(config, tasks, models, TestSet(rows, encoded, features), console, predictions)
     return results_table(result, {name: task.title for name, task in tasks.items()})
 
 
@@ -137,21 +188,25 @@ def _bundle(
     description = verify_bundle(folder)
     tree: dict[str, object] = {"method": description["method"], "backbone": description["backbone"]}
     for key, value in split_overrides(overrides):
-        if not key.startswith("evaluation."):
-            raise UserError(f"{key} is fixed for a bundle; only keys of evaluation may be set.")
+        if not is_one_of(key, ("evaluation", *TESTED_ROWS)):
+            raise UserError(f"{key} is fixed for a bundle; only evaluation, {', '.join(TESTED_ROWS)} may be set.")
         insert(tree, key, value)
     config = from_tree(tree)
     examples, tasks = _examples(config, data, console)
     return config, examples, tasks, [load_bundle(folder)]
 
 
-def _examples(config: Config, data: Path | None, console: Console) -> tuple[list[Example], dict[str, Task]]:
+def _examples(
+    config: Config, data: Path | None, console: Console, run: RunFolder | None = None
+) -> tuple[list[Example], dict[str, Task]]:
     """The run's own test set, or a file of the user's."""
     path, named = (str(data), "--data ") if data else (config.federation.test, "federation.test=")
     if path is None or (data is None and config.data.source != "sites"):
         loaded = load_data(config)
         for note in loaded.notes:
             console.say(f"note: {note}")
+        if run is not None and "test" in run.changed_data(loaded.manifest):
+            console.warn(f"the test rows are not those that {run.path} had when it began.")
         return loaded.test, loaded.tasks
     examples, tasks, notes = read_test(config, path, named)
     for note in notes:

@@ -7,13 +7,13 @@ from typing import Any
 
 import torch
 
-from fedweave.backbone.encode import encode
 from fedweave.backbone.features import cached_features
 from fedweave.backbone.load import Backbone, load_backbone
 from fedweave.backbone.prompts import Encoded
 from fedweave.config import BackboneConfig, Config
 from fedweave.console import Console
 from fedweave.data import FederatedData, load_data
+from fedweave.data.clients import ClientWeights
 from fedweave.data.examples import Example, Task
 from fedweave.errors import UserError
 from fedweave.federation.client import Client
@@ -27,12 +27,18 @@ from fedweave.training.batch import ClientData
 class TestSet:
     """Held-out examples with what scoring needs. Labels stay on this side; no method sees a TestSet."""
 
+    examples: list[Example]
     encoded: list[Encoded]
     features: torch.Tensor  # [n, d]
-    labels: list[str]  # tasks
-    kinds: list[str]
-    references: list[str]
-    origins: list[str]
+    clients: ClientWeights | None = None  # how much each row counts for each client, where they are known
+
+    @property
+    def labels(self) -> list[str]:
+        return [e.task for e in self.examples]
+
+    @property
+    def kinds(self) -> list[str]:
+        return [e.kind for e in self.examples]
 
 
 @dataclass
@@ -46,8 +52,15 @@ class Workspace:
     validation: TestSet
     test: TestSet
     unseen: TestSet | None  # tasks that nobody trains on
-    client_labels: list[list[str]]  # tasks for the audit, by client and example
-    client_kinds: list[list[str]]
+    client_rows: list[list[Example]]  # for the audit, by client
+
+    @property
+    def client_labels(self) -> list[list[str]]:
+        return [[e.task for e in rows] for rows in self.client_rows]
+
+    @property
+    def client_kinds(self) -> list[list[str]]:
+        return [[e.kind for e in rows] for rows in self.client_rows]
 
     @property
     def tasks(self) -> dict[str, Task]:
@@ -73,9 +86,7 @@ class Workspace:
         parts = [client.data for client in self.engine.members]
         examples, features = [e for part in parts for e in part.examples], torch.cat([p.features for p in parts])
         self.engine.members = [Client(0, ClientData("everybody", examples, features, gathered=len(parts)))]
-        self.client_labels, self.client_kinds = (
-            [[label for labels in told for label in labels]] for told in (self.client_labels, self.client_kinds)
-        )
+        self.client_rows = [[e for rows in self.client_rows for e in rows]]
 
     def reveal_labels(self) -> None:
         """Swap every feature for its kind, one-hot. Nobody can tell which expert an unseen task belongs to."""
@@ -115,7 +126,7 @@ class Prepared:
             )
         ]
         validation, test, *unseen = (
-            held_out(*group, part)
+            TestSet(*group, part, ClientWeights(self.data.clients, group[0]))
             for group, part in zip(self.groups[len(names) :], parts[len(names) :], strict=True)
         )
         rows = [examples for examples, _ in self.groups[: len(names)]]
@@ -125,11 +136,8 @@ class Prepared:
             if processes is None
             else ShardedEngine(self.backbone, clients, self.config, console, processes)
         )
-        return Workspace(
-            self.config, self.data, self.backbone, engine, validation, test,
-            unseen[0] if unseen else None,
-            [[e.task for e in own] for own in rows], [[e.kind for e in own] for own in rows],
-        )  # fmt: skip
+        second = unseen[0] if unseen else None
+        return Workspace(self.config, self.data, self.backbone, engine, validation, test, second, rows)
 
 
 class Kept:
@@ -149,6 +157,7 @@ def prepare(config: Config, console: Console, kept: Kept | None = None) -> Prepa
         kept.prepared = (key, _prepare(config, console, kept))
     prepared = replace(kept.prepared[1], config=config)
     prepared.backbone.linear_layers(config.experts.target_modules)
+    prepared.backbone.check_answer(config.evaluation.max_new_tokens, "evaluation.max_new_tokens")
     return prepared
 
 
@@ -168,7 +177,8 @@ def _prepare(config: Config, console: Console, kept: Kept) -> Prepared:
         *([("unseen", data.unseen)] if data.unseen else []),
     ]
     parts = [*data.clients.items(), *held]
-    groups = [encode(backbone, rows, config.data.long_answers, console) for _, rows in parts]
+    fitting, long_answers = backbone.prompts.encode_fitting, config.data.long_answers
+    groups = [fitting(rows, long_answers, console.warn) for _, rows in parts]
     for (name, _), (rows, _) in zip(parts, groups, strict=True):
         if not rows:
             raise UserError(
@@ -180,14 +190,3 @@ def _prepare(config: Config, console: Console, kept: Kept) -> Prepared:
             f"{truncated} prompts exceed backbone.max_length={config.backbone.max_length} and lose their beginning."
         )
     return Prepared(config, data, backbone, groups)
-
-
-def held_out(examples: list[Example], encoded: list[Encoded], features: torch.Tensor) -> TestSet:
-    return TestSet(
-        encoded,
-        features,
-        [e.task for e in examples],
-        [e.kind for e in examples],
-        [e.response for e in examples],
-        [e.origin for e in examples],
-    )

@@ -4,6 +4,6 @@ protocol.py   requests and responses as OpenAI clients write and read them
 jobs.py       one prompt to answer, and what happens to it, as both backends tell it
 local.py      the backend that answers here; gateway.py the one that routes here and asks elsewhere
 app.py        requests to jobs, and the routes; answers.py events to responses, whole or streamed
-guard.py      API key, size of a request, shape of an error; metrics.py what /metrics shows; page.html the page at /
+guard.py      API key, size of a request, shape of an error, what /metrics shows; page.html the page at /
 server.py     everything together, on a port
 """

@@ -1,7 +1,5 @@
 """Events to responses: the answers to one request, whole or as a stream, for as long as its client is there."""
 
-from __future__ import annotations
-
 import asyncio
 import time
 from collections.abc import AsyncIterator, Awaitable
@@ -11,10 +9,10 @@ from fastapi import Request
 from fastapi.responses import StreamingResponse
 from starlette.types import Receive, Scope, Send
 
-from fedweave.serving.guard import ApiError
-from fedweave.serving.jobs import Answering, Ended, Event, Failed, Piece, Routed
-from fedweave.serving.metrics import Metrics
-from fedweave.serving.protocol import Json, Reply, error_body, event, usage
+from fedweave.router.routed import adapter_name
+from fedweave.serving.guard import Metrics
+from fedweave.serving.jobs import Answering, Ended, Event, Piece, Routed
+from fedweave.serving.protocol import ApiError, Json, Reply, event, usage
 
 T = TypeVar("T")
 
@@ -32,8 +30,8 @@ class Answers:
         """Wait until every prompt has its expert; until then a failure is still a proper status."""
         for answering in self.answerings:
             first = await answering.next()
-            if isinstance(first, Failed):
-                raise ApiError(first.status, first.message)
+            if isinstance(first, ApiError):
+                raise first
             assert isinstance(first, Routed)
             self.routed.append(first)
 
@@ -51,8 +49,8 @@ class Answers:
                     texts[i] += told.text
                 elif isinstance(told, Ended):
                     reasons[i], tokens = told.reason, tokens + told.tokens
-                elif isinstance(told, Failed):
-                    raise ApiError(told.status, told.message)
+                elif isinstance(told, ApiError):
+                    raise told
         self._count(tokens)
         return self.reply.whole(texts, reasons, usage(self.prompt_tokens, tokens), self.fedweave)
 
@@ -71,8 +69,8 @@ class Answers:
             elif isinstance(told, Ended):
                 tokens += told.tokens
                 yield self.reply.chunk(index, "", told.reason)
-            elif isinstance(told, Failed):
-                yield event(error_body(told.status, told.message))
+            elif isinstance(told, ApiError):
+                yield event(told.body)
                 return
         self._count(tokens)
         if include_usage:
@@ -88,7 +86,7 @@ class Answers:
         self.metrics.tokens.labels("prompt").inc(self.prompt_tokens)
         self.metrics.tokens.labels("completion").inc(tokens)
         for routed in self.routed:
-            self.metrics.answers.labels(f"expert_{routed.expert}").inc()
+            self.metrics.answers.labels(adapter_name(routed.expert)).inc()
 
 
 class EventStream(StreamingResponse):
@@ -115,7 +113,7 @@ async def merged(answerings: list[Answering]) -> AsyncIterator[tuple[int, Event]
             for task in done:
                 index, told = pending.pop(task), task.result()
                 yield index, told
-                if not isinstance(told, Ended | Failed):
+                if not isinstance(told, Ended | ApiError):
                     pending[asyncio.ensure_future(answerings[index].next())] = index
     finally:
         for task in pending:

@@ -1,7 +1,5 @@
 """The HTTP side: requests to jobs, and the routes. It knows of models only how a prompt becomes tokens."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -9,26 +7,29 @@ from pathlib import Path
 from typing import Literal
 
 from fastapi import FastAPI, Request
-from fastapi.responses import HTMLResponse, JSONResponse, Response
+from fastapi.responses import FileResponse, JSONResponse, Response
 from starlette.concurrency import run_in_threadpool
 
 from fedweave.backbone.load import Backbone
 from fedweave.backbone.prompts import EncodedPrompt, LongAnswer
+from fedweave.description.record import Experts
 from fedweave.errors import UserError
 from fedweave.serving.answers import Answers, EventStream, Gone, unless_gone
-from fedweave.serving.guard import ApiError, Guard, speak_openai
-from fedweave.serving.jobs import Backend, Busy, Job, Limits
-from fedweave.serving.metrics import Metrics
-from fedweave.serving.protocol import ChatRequest, CommonRequest, CompletionRequest, Json, Reply
+from fedweave.serving.guard import Guard, Metrics, speak_openai
+from fedweave.serving.jobs import Backend, Job, Limits
+from fedweave.serving.protocol import ApiError, ChatRequest, CommonRequest, CompletionRequest, Json, Reply
 
 ROUTED = "fedweave"  # the model name that leaves the choice to the router
 
 
 class Api:
-    """Requests to jobs, events to responses."""
-
-    def __init__(self, backbone: Backbone, experts: int, backend: Backend, limits: Limits):
+    def __init__(
+        self, backbone: Backbone, experts: int, backend: Backend, limits: Limits, told: Experts | None = None
+    ):
         self.backbone, self.backend, self.limits = backbone, backend, limits
+        self.told = {
+            f"expert_{m}": {"fedweave": expert} for m, expert in enumerate(told["experts"] if told else [])
+        }
         self.names = [ROUTED, *(f"expert_{m}" for m in range(experts))]
         self.metrics = Metrics(backend)
         self.started = int(time.time())
@@ -68,10 +69,7 @@ class Api:
         if len(prompts) > self.limits.max_batch:
             raise UserError(f"prompt: at most {self.limits.max_batch} prompts in one request.")
         jobs = [Job(prompt, sampling, expert, body.routing, trim=kind == "chat") for prompt in prompts]
-        try:
-            answerings = self.backend.submit(jobs)
-        except Busy as busy:
-            raise ApiError(429, str(busy), "queue_full", {"Retry-After": str(busy.retry_after)}) from None
+        answerings = self.backend.submit(jobs)
         answer = Answers(self.metrics, Reply(kind, body.model), answerings, body.routing, started)
         try:
             await unless_gone(request, answer.begin())
@@ -79,26 +77,22 @@ class Api:
                 include = bool(body.stream_options and body.stream_options.include_usage)
                 return EventStream(answer, include)
             return JSONResponse(await unless_gone(request, answer.whole()))
-        except Gone:
+        except BaseException as end:
             answer.cancel()
-            return Response(status_code=499)  # nobody reads it
-        except BaseException:
-            answer.cancel()
+            if isinstance(end, Gone):
+                return Response(status_code=499)  # nobody reads it
             raise
 
     # ---------------------------------------------------------------------------------- the rest
 
     def models(self) -> list[Json]:
-        return [
-            {
-                "id": name,
-                "object": "model",
-                "created": self.started,
-                "owned_by": "fedweave",
-                "root": self.backbone.name,
-            }
-            for name in self.names
-        ]
+        common: Json = {
+            "object": "model",
+            "created": self.started,
+            "owned_by": "fedweave",
+            "root": self.backbone.name,
+        }
+        return [{"id": name, **common, **self.told.get(name, {})} for name in self.names]
 
     async def health(self) -> JSONResponse:
         problem = await self.backend.problem()
@@ -118,7 +112,6 @@ def build_app(api: Api, key: str | None = None) -> FastAPI:
 
     app = FastAPI(title="fedweave", lifespan=life, docs_url=None, redoc_url=None, openapi_url=None)
     app.add_middleware(Guard, key=key, limits=api.limits, metrics=api.metrics)
-    page = (Path(__file__).parent / "page.html").read_text(encoding="utf-8")
 
     @app.post("/v1/chat/completions")
     async def chat(request: Request, body: ChatRequest) -> Response:
@@ -137,17 +130,14 @@ def build_app(api: Api, key: str | None = None) -> FastAPI:
         api.expert(name)
         return next(m for m in api.models() if m["id"] == name)
 
-    @app.get("/health")
-    async def health() -> JSONResponse:
-        return await api.health()
-
     @app.get("/metrics")
     async def metrics() -> Response:
         return Response(api.metrics.text(), media_type="text/plain; version=0.0.4")
 
     @app.get("/")
-    async def root() -> HTMLResponse:
-        return HTMLResponse(page)
+    async def page() -> FileResponse:
+        return FileResponse(Path(__file__).parent / "page.html")
 
+    app.get("/health")(api.health)
     speak_openai(app)
     return app

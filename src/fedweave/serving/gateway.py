@@ -6,42 +6,31 @@ sends the very tokens that the experts were trained on to the upstream's /v1/com
 template comes between.
 """
 
-from __future__ import annotations
-
 import asyncio
 import json
 from collections.abc import AsyncIterator, Sequence
 from typing import TypedDict
 
 import httpx
+import torch
 
 from fedweave.errors import UserError, first_line
 from fedweave.inference.model import FedWeaveModel
 from fedweave.inference.text import AnswerText
-from fedweave.serving.jobs import Answering, Busy, Ended, Failed, Job, Limits, Piece, Routed
-from fedweave.serving.protocol import Json
-
-
-class _Usage(TypedDict):
-    completion_tokens: int
-
-
-class _Choice(TypedDict, total=False):
-    text: str | None
-    finish_reason: str | None
+from fedweave.router.routed import adapter_name, foremost
+from fedweave.serving.jobs import Answering, Ended, Job, Limits, Piece, Routed
+from fedweave.serving.protocol import ApiError, Json, busy
 
 
 class _Chunk(TypedDict, total=False):
     """As much of an upstream's event as is read."""
 
-    choices: list[_Choice]
-    usage: _Usage | None
+    choices: list[dict[str, str | None]]  # text, finish_reason
+    usage: dict[str, int] | None  # completion_tokens
     error: object
 
 
 class Gateway:
-    """A backend that asks another server."""
-
     def __init__(self, model: FedWeaveModel, limits: Limits, url: str, key: str | None = None):
         self.model, self.limits = model, limits
         self.url = url.rstrip("/").removesuffix("/v1")
@@ -75,21 +64,18 @@ class Gateway:
             served = {entry["id"] for entry in response.json()["data"]}
         except (httpx.HTTPError, ValueError, KeyError, TypeError) as error:
             return f"the upstream {self.url} does not answer: {first_line(error)}"
-        missing = [m for m in range(self.model.mixture.layout.experts) if f"expert_{m}" not in served]
-        return f"the upstream {self.url} does not serve expert_{missing[0]}" if missing else ""
+        missing = [name for name in self.model.experts.adapter_names if name not in served]
+        return f"the upstream {self.url} does not serve {missing[0]}" if missing else ""
 
     def submit(self, jobs: Sequence[Job]) -> list[Answering]:
         if any(job.routing != "sparse" for job in jobs):
             raise UserError("routing: an upstream serves one expert per request; only sparse is possible here.")
         if len(self._tasks) + len(jobs) > self.limits.max_batch + self.limits.max_queue:
-            raise Busy(1)
+            raise busy(1)
         return [self._begin(job) for job in jobs]
 
     def _begin(self, job: Job) -> Answering:
-        def cancel() -> None:
-            task.cancel()
-
-        answering = Answering(job, cancel)
+        answering = Answering(job, lambda: task.cancel())
         task = asyncio.get_running_loop().create_task(self._answer(job, answering))
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
@@ -103,12 +89,12 @@ class Gateway:
                     await self._ask(job, answering)
                 finally:
                     self.running -= 1
-        except _Refused as error:
-            answering.tell(Failed(error.status, str(error)))
+        except ApiError as error:
+            answering.tell(error)
         except httpx.HTTPError as error:
-            answering.tell(Failed(502, f"the upstream {self.url} failed: {first_line(error)}."))
+            answering.tell(ApiError(502, f"the upstream {self.url} failed: {first_line(error)}."))
         except Exception as error:
-            answering.tell(Failed(502, f"the upstream {self.url} answered in a way not understood: {error!r}."))
+            answering.tell(ApiError(502, f"the upstream {self.url} answered in a way not understood: {error!r}."))
 
     # ---------------------------------------------------------------------------------- routing
 
@@ -125,23 +111,21 @@ class Gateway:
             except Exception as error:
                 for _, future in asked:
                     if not future.done():
-                        future.set_exception(_Refused(500, f"routing failed: {first_line(error)}."))
+                        future.set_exception(ApiError(500, f"routing failed: {first_line(error)}."))
                 continue
             for (_, future), row in zip(asked, weights.tolist(), strict=True):
                 if not future.done():  # the client may have gone
                     future.set_result(row)
 
-    async def _weights(self, job: Job) -> list[float]:
-        future: asyncio.Future[list[float]] = asyncio.get_running_loop().create_future()
-        self._to_route.put_nowait((job, future))
-        return await future
-
     # ---------------------------------------------------------------------------------- forwarding
 
     async def _ask(self, job: Job, answering: Answering) -> None:
-        weights = await self._weights(job) if job.expert is None else None
-        expert = job.expert if weights is None else weights.index(max(weights))
-        assert expert is not None
+        expert, weights = job.expert, None
+        if expert is None:
+            future: asyncio.Future[list[float]] = asyncio.get_running_loop().create_future()
+            self._to_route.put_nowait((job, future))
+            weights = await future
+            expert = foremost(torch.tensor(weights))
         text = AnswerText(self.model.backbone.tokenizer, trim=job.trim)
         reason, tokens, begun = "stop", 0, False
         async for chunk in self._chunks(self._request(job, expert)):
@@ -155,7 +139,7 @@ class Gateway:
                     answering.tell(Piece(piece))
                 reason = choice.get("finish_reason") or reason
         if not begun:
-            raise _Refused(502, f"the upstream {self.url} sent an empty answer.")
+            raise ApiError(502, f"the upstream {self.url} sent an empty answer.")
         if rest := text.close():
             answering.tell(Piece(rest))
         answering.tell(Ended(reason, tokens))
@@ -163,7 +147,7 @@ class Gateway:
     def _request(self, job: Job, expert: int) -> Json:
         sampling = job.sampling
         request = {
-            "model": f"expert_{expert}",
+            "model": adapter_name(expert),
             "prompt": job.prompt.ids.tolist(),
             "max_tokens": sampling.max_new_tokens,
             "temperature": sampling.temperature if sampling.do_sample else 0,
@@ -184,31 +168,23 @@ class Gateway:
         async with self._client.stream("POST", "/v1/completions", json=request) as response:
             if response.status_code != 200:
                 await response.aread()
-                raise _Refused.of(response, self.url)
+                raise _refusal(response, self.url)
             async for line in response.aiter_lines():
                 data = line.removeprefix("data:").strip()
                 if not line.startswith("data:") or data == "[DONE]":
                     continue
                 chunk: _Chunk = json.loads(data)
                 if "error" in chunk:
-                    raise _Refused(502, f"the upstream {self.url} failed: {chunk['error']}.")
+                    raise ApiError(502, f"the upstream {self.url} failed: {chunk['error']}.")
                 yield chunk
 
 
-class _Refused(Exception):
-    def __init__(self, status: int, message: str):
-        super().__init__(message)
-        self.status = status
-
-    @classmethod
-    def of(cls, response: httpx.Response, url: str) -> _Refused:
-        """A request it finds wrong, or too many of them, is the client's; anything else is a bad gateway."""
-        try:
-            message = response.json()["error"]["message"]
-        except (ValueError, KeyError, TypeError):
-            message = response.text[:200]
-        status = response.status_code if response.status_code in (400, 429) else 502
-        hint = ""
-        if response.status_code == 404:
-            hint = "; start it with --lora-modules expert_0=… for every expert"
-        return cls(status, f"the upstream {url} refuses ({response.status_code}): {message}{hint}")
+def _refusal(response: httpx.Response, url: str) -> ApiError:
+    """A request it finds wrong, or too many of them, is the client's; anything else is a bad gateway."""
+    try:
+        message = response.json()["error"]["message"]
+    except (ValueError, KeyError, TypeError):
+        message = response.text[:200]
+    status = response.status_code if response.status_code in (400, 429) else 502
+    hint = "; start it with --lora-modules expert_0=… for every expert" if response.status_code == 404 else ""
+    return ApiError(status, f"the upstream {url} refuses ({response.status_code}): {message}{hint}")

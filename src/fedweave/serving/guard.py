@@ -1,27 +1,47 @@
-"""What stands before and behind every route: the API key, the size of a request, the shape of an error."""
-
-from __future__ import annotations
+"""What stands before and behind every route: the API key, the size of a request, what is counted, the shape of an
+error.
+"""
 
 import hmac
 
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from fedweave.errors import UserError
-from fedweave.serving.jobs import Limits
-from fedweave.serving.metrics import Metrics
-from fedweave.serving.protocol import error_body
+from fedweave.serving.jobs import Backend, Limits
+from fedweave.serving.protocol import ApiError
 
+_SECONDS = (0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120)
 ENDPOINTS = ("/v1/chat/completions", "/v1/completions", "/v1/models")
 
 
-class ApiError(Exception):
-    def __init__(self, status: int, message: str, code: str | None = None, headers: dict[str, str] | None = None):
-        super().__init__(message)
-        self.status, self.code, self.headers = status, code, headers
+class Metrics:
+    """What /metrics shows, in Prometheus' words. Every server has a registry of its own."""
+
+    def __init__(self, backend: Backend):
+        self.registry = CollectorRegistry()
+        self.requests = Counter(
+            "fedweave_requests", "Finished requests.", ["endpoint", "status"], registry=self.registry
+        )
+        self.tokens = Counter("fedweave_tokens", "Tokens read and written.", ["kind"], registry=self.registry)
+        self.answers = Counter("fedweave_answers", "Answers by expert.", ["expert"], registry=self.registry)
+        self.first = Histogram(
+            "fedweave_first_token_seconds", "From request to first text.", registry=self.registry, buckets=_SECONDS
+        )
+        self.whole = Histogram(
+            "fedweave_request_seconds", "From request to last text.", registry=self.registry, buckets=_SECONDS
+        )
+        running = Gauge("fedweave_running", "Answers under way.", registry=self.registry)
+        waiting = Gauge("fedweave_waiting", "Requests in the queue.", registry=self.registry)
+        running.set_function(lambda: backend.running)
+        waiting.set_function(lambda: backend.waiting)
+
+    def text(self) -> bytes:
+        return generate_latest(self.registry)
 
 
 class Guard:
@@ -29,6 +49,7 @@ class Guard:
 
     def __init__(self, app: ASGIApp, key: str | None, limits: Limits, metrics: Metrics):
         self.app, self.key, self.limits, self.metrics = app, key, limits, metrics
+        self.too_large = f"the request is larger than {limits.max_body} bytes."
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http" or not scope["path"].startswith("/v1/"):
@@ -46,19 +67,21 @@ class Guard:
             message = await receive()
             size += len(message.get("body", b""))
             if size > self.limits.max_body:
-                raise HTTPException(413, f"the request is larger than {self.limits.max_body} bytes.")
+                raise HTTPException(413, self.too_large)  # FastAPI makes a 400 of any other
             return message
 
         given = request.headers.get("authorization", "").removeprefix("Bearer ").strip()
-        refusal: JSONResponse | None = None
+        refusal: ApiError | None = None
         if self.key is not None and not hmac.compare_digest(given.encode(), self.key.encode()):
-            body = error_body(401, "the API key is missing or wrong.", "invalid_api_key")
-            refusal = JSONResponse(body, 401, {"WWW-Authenticate": "Bearer"})
+            headers = {"WWW-Authenticate": "Bearer"}
+            refusal = ApiError(401, "the API key is missing or wrong.", "invalid_api_key", headers=headers)
         elif int(request.headers.get("content-length") or 0) > self.limits.max_body:
-            refusal = JSONResponse(
-                error_body(413, f"the request is larger than {self.limits.max_body} bytes."), 413
-            )
-        await (refusal or self.app)(scope, limited, counted)
+            refusal = ApiError(413, self.too_large)
+        await (respond(refusal) if refusal else self.app)(scope, limited, counted)
+
+
+def respond(error: ApiError) -> JSONResponse:
+    return JSONResponse(error.body, error.status, error.headers)
 
 
 def speak_openai(app: FastAPI) -> None:
@@ -66,27 +89,25 @@ def speak_openai(app: FastAPI) -> None:
 
     @app.exception_handler(ApiError)
     async def ours(request: Request, error: ApiError) -> JSONResponse:
-        return JSONResponse(error_body(error.status, str(error), error.code), error.status, error.headers)
+        return respond(error)
 
     @app.exception_handler(UserError)
     async def user(request: Request, error: UserError) -> JSONResponse:
-        return JSONResponse(error_body(400, str(error)), 400)
+        return respond(ApiError(400, str(error)))
 
     @app.exception_handler(RequestValidationError)
     async def invalid(request: Request, error: RequestValidationError) -> JSONResponse:
         first = error.errors()[0]
         if first["type"] == "json_invalid":
-            return JSONResponse(error_body(400, "the body is not valid JSON."), 400)
+            return respond(ApiError(400, "the body is not valid JSON."))
         param = ".".join(str(part) for part in first["loc"][1:]) or None
-        return JSONResponse(error_body(400, f"{param or 'body'}: {first['msg']}.", param=param), 400)
+        return respond(ApiError(400, f"{param or 'body'}: {first['msg']}.", param=param))
 
     @app.exception_handler(HTTPException)
     async def other(request: Request, error: HTTPException) -> JSONResponse:
-        message = (
-            error.detail if error.status_code == 413 else f"{request.method} {request.url.path}: {error.detail}."
-        )
-        return JSONResponse(error_body(error.status_code, message), error.status_code, error.headers)
+        where = "" if error.status_code == 413 else f"{request.method} {request.url.path}: "
+        return respond(ApiError(error.status_code, f"{where}{error.detail.rstrip('.')}.", headers=error.headers))
 
     @app.exception_handler(Exception)
     async def unforeseen(request: Request, error: Exception) -> JSONResponse:
-        return JSONResponse(error_body(500, "the server made a mistake; its log has the details."), 500)
+        return respond(ApiError(500, "the server made a mistake; its log has the details."))

@@ -1,7 +1,5 @@
 """One prompt to answer, and what happens to it: the words in which the app and its backends talk."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass
@@ -9,6 +7,7 @@ from typing import Protocol
 
 from fedweave.backbone.prompts import EncodedPrompt
 from fedweave.inference.sampling import Sampling
+from fedweave.serving.protocol import ApiError
 
 
 @dataclass(frozen=True)
@@ -51,29 +50,13 @@ class Ended:
     tokens: int  # of the answer
 
 
-@dataclass(frozen=True)
-class Failed:
-    """No answer, or no more of it: an HTTP status and a sentence."""
-
-    status: int
-    message: str
-
-
-Event = Routed | Piece | Ended | Failed
-
-
-class Busy(Exception):
-    """No room for more; try again after some seconds."""
-
-    def __init__(self, retry_after: int):
-        super().__init__(f"the queue is full; try again in {retry_after} s.")
-        self.retry_after = retry_after
+Event = Routed | Piece | Ended | ApiError  # the last: no answer, or no more of it
 
 
 class Answering:
     """A job under way, as its client sees it. Events may come from any thread; they are read on the event loop."""
 
-    def __init__(self, job: Job, on_cancel: Callable[[], None] = lambda: None):
+    def __init__(self, job: Job, on_cancel: Callable[[], object] = lambda: None):
         self.job = job
         self.cancelled = False
         self._on_cancel = on_cancel
@@ -81,7 +64,6 @@ class Answering:
         self._events: asyncio.Queue[Event] = asyncio.Queue()
 
     def tell(self, event: Event) -> None:
-        """Called by the backend."""
         if not self._loop.is_closed():
             self._loop.call_soon_threadsafe(self._events.put_nowait, event)
 
@@ -98,19 +80,17 @@ class Answering:
         while True:
             event = await self.next()
             yield event
-            if isinstance(event, Ended | Failed):
+            if isinstance(event, Ended | ApiError):
                 return
 
 
 class Backend(Protocol):
-    """Whatever answers jobs."""
-
     def start(self) -> None: ...
 
     async def stop(self) -> None: ...
 
     def submit(self, jobs: Sequence[Job]) -> list[Answering]:
-        """Take all of them on, or raise :class:`Busy`."""
+        """Take all of them on, or raise :func:`fedweave.serving.protocol.busy`."""
 
     @property
     def running(self) -> int: ...

@@ -6,8 +6,6 @@ submit ─▶ waiting ─▶ route ─▶ running batch ─▶ one token for eve
                                     └── free rows ◀────────────┘ ended, or the client has gone
 """
 
-from __future__ import annotations
-
 import math
 import threading
 import time
@@ -19,13 +17,12 @@ import torch
 
 from fedweave.inference.model import FedWeaveModel
 from fedweave.inference.rows import Row, RunningBatch
-from fedweave.router.mlp import sparsify
-from fedweave.serving.jobs import Answering, Busy, Ended, Failed, Job, Limits, Piece, Routed
+from fedweave.router.routed import foremost
+from fedweave.serving.jobs import Answering, Ended, Job, Limits, Piece, Routed
+from fedweave.serving.protocol import ApiError, busy
 
 
 class LocalBackend:
-    """Answers jobs with the experts of this process."""
-
     def __init__(self, model: FedWeaveModel, limits: Limits):
         self.model, self.limits = model, limits
         self.batch = self._new_batch()
@@ -69,7 +66,7 @@ class LocalBackend:
         with self._wake:
             if len(self._arrived) + len(jobs) > self.limits.max_queue:
                 ahead = (len(self._arrived) + len(self._active)) / self.limits.max_batch
-                raise Busy(max(1, math.ceil(ahead * self._mean_seconds)))
+                raise busy(max(1, math.ceil(ahead * self._mean_seconds)))
             self._arrived.extend(answerings)
             self._wake.notify()
         return answerings
@@ -134,8 +131,8 @@ class LocalBackend:
             job = answering.job
             if job.expert is None:
                 soft = next(weights)  # [M]
-                gates = sparsify(soft[None], job.routing)[0]
-                told = Routed(int(soft.argmax()), soft.tolist())
+                gates = self.model.experts.gates(soft[None], job.routing)[0]
+                told = Routed(foremost(soft), soft.tolist())
             else:
                 experts = self.model.mixture.layout.experts
                 gates = torch.nn.functional.one_hot(torch.tensor(job.expert), experts).float()
@@ -158,4 +155,4 @@ class LocalBackend:
         self._started.clear()
         self.batch = self._new_batch()
         for answering in lost:
-            answering.tell(Failed(status, message))
+            answering.tell(ApiError(status, message))

@@ -1,10 +1,9 @@
 """Requests and responses as OpenAI clients write and read them."""
 
-from __future__ import annotations
-
 import json
 import time
 import uuid
+from collections.abc import Mapping
 from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, Field
@@ -145,14 +144,12 @@ class Reply:
 
     def whole(self, texts: list[str], reasons: list[str], usage: dict[str, int], fedweave: object) -> Json:
         choices = [
-            {"index": i, "finish_reason": reason, "logprobs": None, **self._content(text)}
+            {"index": i, "finish_reason": reason, "logprobs": None}
+            | ({"message": {"role": "assistant", "content": text}} if self.kind == "chat" else {"text": text})
             for i, (text, reason) in enumerate(zip(texts, reasons, strict=True))
         ]
         kind = "chat.completion" if self.kind == "chat" else "text_completion"
         return self._envelope(kind, choices) | {"usage": usage, "fedweave": fedweave}
-
-    def _content(self, text: str) -> Json:
-        return {"message": {"role": "assistant", "content": text}} if self.kind == "chat" else {"text": text}
 
     def chunk(
         self, index: int, text: str, reason: str | None = None, first: bool = False, extra: Json | None = None
@@ -178,7 +175,6 @@ class Reply:
 
 
 def event(content: Json) -> str:
-    """One server-sent event."""
     return f"data: {json.dumps(content, ensure_ascii=False)}\n\n"
 
 
@@ -186,7 +182,25 @@ def usage(prompt: int, completion: int) -> dict[str, int]:
     return {"prompt_tokens": prompt, "completion_tokens": completion, "total_tokens": prompt + completion}
 
 
-def error_body(status: int, message: str, code: str | None = None, param: str | None = None) -> Json:
-    kinds = {401: "authentication_error", 404: "invalid_request_error", 429: "rate_limit_error"}
-    kind = kinds.get(status, "invalid_request_error" if status < 500 else "server_error")
-    return {"error": {"message": message, "type": kind, "param": param, "code": code}}
+class ApiError(Exception):
+    """No answer, or no more of it: an HTTP status and a sentence, in the shape that OpenAI clients read."""
+
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        code: str | None = None,
+        param: str | None = None,
+        headers: Mapping[str, str] | None = None,
+    ):
+        super().__init__(message)
+        self.status, self.headers = status, headers
+        kinds = {401: "authentication_error", 429: "rate_limit_error"}
+        kind = kinds.get(status, "invalid_request_error" if status < 500 else "server_error")
+        self.body: Json = {"error": {"message": message, "type": kind, "param": param, "code": code}}
+
+
+def busy(seconds: int) -> ApiError:
+    """No room for more; try again after some seconds."""
+    message = f"the queue is full; try again in {seconds} s."
+    return ApiError(429, message, "queue_full", headers={"Retry-After": str(seconds)})

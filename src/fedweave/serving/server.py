@@ -1,7 +1,5 @@
 """Everything together: load, bind, serve."""
 
-from __future__ import annotations
-
 import asyncio
 import socket
 from collections.abc import Callable
@@ -11,6 +9,7 @@ from dataclasses import dataclass
 import uvicorn
 
 from fedweave.console import Console
+from fedweave.description.record import Experts
 from fedweave.errors import UserError
 from fedweave.inference.model import FedWeaveModel
 from fedweave.serving.app import Api, build_app
@@ -21,13 +20,12 @@ from fedweave.serving.local import LocalBackend
 
 @dataclass(frozen=True)
 class ServerSettings:
-    """Where and for whom."""
-
     host: str = "127.0.0.1"
     port: int = 8000
     key: str | None = None
     upstream: str | None = None
     upstream_key: str | None = None
+    told: Experts | None = None  # what the page says of the experts
 
 
 def serve(load: Callable[[], FedWeaveModel], settings: ServerSettings, limits: Limits, console: Console) -> None:
@@ -50,7 +48,7 @@ async def _serve(
         backend = Gateway(model, limits, settings.upstream, settings.upstream_key)
         if problem := await backend.problem():
             console.warn(f"{problem}; requests will fail until it does.")
-    app = build_app(Api(model.backbone, experts, backend, limits), settings.key)
+    app = build_app(Api(model.backbone, experts, backend, limits, settings.told), settings.key)
     host, port = listener.getsockname()[:2]
     console.say(f"{experts} experts on {model.backbone.name}; http://{host}:{port} (API at /v1, Ctrl-C stops)")
     config = uvicorn.Config(app, log_level="warning", access_log=False, ws="none", timeout_graceful_shutdown=10)

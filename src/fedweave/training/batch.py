@@ -45,8 +45,8 @@ class Lane:
     phi: torch.Tensor | None  # [Q] the router it starts with; None: gates are given, or one expert has weight 1
     key: tuple[int | str, ...]  # names this job for dropout
     trainable: torch.Tensor | None = None  # [P] bool; None trains all columns
-    train_router: bool = True
     gates: torch.Tensor | None = None  # [n, M] of every example, where no router makes them
+    even: bool = False  # every example of a step counts alike, whatever its answer's length
 
     def examples(self, step: int) -> list[Encoded]:
         """What it reads in a step; nothing once its schedule has ended."""
@@ -102,7 +102,7 @@ class StepBatch:
     source: torch.Tensor  # [n] positions whose hidden state predicts an answer token
     target: torch.Tensor  # [n] that token
     lane: torch.Tensor  # [n] whose it is
-    weight: torch.Tensor  # [n] 1 / number of answer tokens of that lane; 0 for filling
+    weight: torch.Tensor  # [n] of each token's loss, together 1 in every lane; 0 for filling
     slot: torch.Tensor  # [S] row of each sequence in the padded [K·s] router batch
     features: torch.Tensor  # [K, s, d] what routers read, or [K, s, M] the gates themselves where they are given
     dropout: DropoutKeys | None
@@ -124,7 +124,6 @@ class StepBatch:
 def build_batch(
     lanes: Sequence[Lane], step: int, dropout: float, device: torch.device, capacity: Capacity | None = None
 ) -> StepBatch:
-    """The batch of one step, on ``device``."""
     chosen = [lane.examples(step) for lane in lanes]
     rows = [e for lane in chosen for e in lane]
     owner = np.repeat(np.arange(len(lanes)), [len(lane) for lane in chosen])
@@ -137,6 +136,8 @@ def build_batch(
     answer_counts = np.array([len(e.ids) - e.answer_start for e in rows])
     lane_of_answer = np.repeat(owner, answer_counts)
     per_lane = np.bincount(lane_of_answer, minlength=len(lanes))
+    even = np.array([lane.even for lane in lanes])[owner]  # [sequences]
+    share = np.where(even, np.bincount(owner, minlength=len(lanes))[owner] * answer_counts, per_lane[owner])
     ids = np.concatenate([e.ids for e in rows])
     most = capacity.sequences if capacity else max(len(lane) for lane in chosen)
     read = [lane.data.features if lane.gates is None else lane.gates for lane in lanes]
@@ -145,7 +146,7 @@ def build_batch(
         indices = lane.indices(step)
         row[: len(indices)] = values[indices]
     lane_lengths = [int(sum(len(e.ids) for e in lane)) for lane in chosen]
-    target, weight, slot = ids[source + 1], 1.0 / per_lane[lane_of_answer], owner * most + place
+    target, weight, slot = ids[source + 1], np.repeat(1.0 / share, answer_counts), owner * most + place
     if capacity:
         tail = _tail(capacity.tokens - len(ids), capacity.longest)
         spare = capacity.sequences * len(lanes) + -(-capacity.tokens // capacity.longest) - len(lengths) - len(tail)

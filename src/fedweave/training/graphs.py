@@ -7,8 +7,6 @@ costs as much as tokens do. Steps differ, since sums have longer answers than la
 recorded, and every step is replayed in the smallest that holds it.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache, reduce
@@ -47,11 +45,6 @@ class Recording:
     graph: torch.cuda.CUDAGraph
     batch: StepBatch
     losses: torch.Tensor  # [K]
-
-    def run(self, batch: StepBatch) -> torch.Tensor:
-        self.batch.load(batch)
-        self.graph.replay()
-        return self.losses.clone()
 
 
 class GraphedSteps:
@@ -107,4 +100,7 @@ class GraphedSteps:
 
     def run(self, batch: StepBatch, capacity: Capacity) -> torch.Tensor:
         """Replay on a batch of this capacity; returns the lanes' losses, [K]."""
-        return self._recordings[capacity].run(batch)
+        recording = self._recordings[capacity]
+        recording.batch.load(batch)
+        recording.graph.replay()
+        return recording.losses.clone()

@@ -18,11 +18,11 @@ import torch
 from fedweave.backbone.load import Backbone
 from fedweave.config import TrainingConfig
 from fedweave.experts.mixture import Mixture
-from fedweave.kernels.segments import spread
+from fedweave.kernels.entropy import token_nll
+from fedweave.kernels.lanes import spread
 from fedweave.router.mlp import RouterLayout
 from fedweave.training.batch import Lane, StepBatch, build_batch
 from fedweave.training.graphs import GraphedSteps
-from fedweave.training.loss import token_nll
 from fedweave.training.memory import Fit
 
 _LAUNCHES_PER_LAYER = 3e-3  # seconds that a host needs for one layer's forward and backward kernels
@@ -32,8 +32,6 @@ _OVERLAP = 1.4  # launching and running hide each other only in part where they 
 
 @dataclass
 class LaneResult:
-    """What a lane learned."""
-
     delta_theta: torch.Tensor  # [P]
     delta_phi: torch.Tensor | None  # [Q]
     losses: list[float]  # of every step
@@ -53,7 +51,7 @@ class Trainable:
         device: torch.device,
         dtype: torch.dtype,
         views: Callable,
-        mask: torch.Tensor | None = None,  # [K, P] or [K, 1], 1 on what trains; None: everything does
+        mask: torch.Tensor | None = None,  # [K, P], 1 on what trains; None: everything does
     ):
         self.mask = mask
         self.master = torch.zeros(shape, device=device).requires_grad_()
@@ -115,8 +113,8 @@ class LaneGroup:
         groups = [{"params": [self.experts.master], "lr": config.lr}]
         self.routers = None
         if router is not None:
-            shape, chosen = (lanes, router.size), torch.ones(lanes, 1, device=device)
-            self.routers = Trainable(shape, device, torch.float32, lambda phi: [router.views(phi)], chosen)
+            shape = (lanes, router.size)
+            self.routers = Trainable(shape, device, torch.float32, lambda phi: [router.views(phi)])
             self.parts.append(self.routers)
             groups.append({"params": [self.routers.master], "lr": trainer.router_rate})
         on_gpu = device.type == "cuda"
@@ -138,9 +136,8 @@ class LaneGroup:
     def load(self, lanes: Sequence[Lane]) -> None:
         """Start afresh: every lane's own parameters, and an optimiser without memory."""
         self.experts.load([lane.theta for lane in lanes])
-        if self.routers is not None and self.routers.mask is not None:
+        if self.routers is not None:
             self.routers.load([lane.phi for lane in lanes if lane.phi is not None])
-            self.routers.mask.copy_(torch.tensor([[float(lane.train_router)] for lane in lanes]))
         if self.experts.mask is not None:
             self.experts.mask.copy_(torch.stack([lane.trainable for lane in lanes if lane.trainable is not None]))
         for state in self.optimiser.state.values():
@@ -169,8 +166,6 @@ class LaneGroup:
 
 
 class LockstepTrainer:
-    """Trains lanes on one device."""
-
     def __init__(
         self,
         backbone: Backbone,

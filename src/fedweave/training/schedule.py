@@ -1,7 +1,5 @@
 """A client's local schedule: how many steps each bucket gets, in which order, on which examples, at which rate."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 
 import numpy as np

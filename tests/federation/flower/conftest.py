@@ -12,11 +12,10 @@ from flwr.supercore.task_identity import TaskIdentity
 
 from fedweave.config import Config
 from fedweave.console import Console
-from fedweave.federation.engines.flower.codec import from_records, to_records
 from fedweave.federation.engines.flower.engine import FlowerEngine
+from fedweave.federation.engines.flower.transport import from_records, to_records
 from fedweave.federation.rounds import federate
-from fedweave.federation.site.site import Models, Site
-from fedweave.federation.site.sources import Share
+from fedweave.federation.site.site import Models, Share, Site
 from fedweave.methods import build_method
 
 

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from fedweave.cli import main
-from fedweave.federation.checkpoint import load_checkpoint, round_checkpoints
 from fedweave.federation.engines.in_process import InProcessEngine
+from fedweave.runs.folder import RunFolder
 from tests.federation.flower.processes import SITES, SMALL, Deployment
 from tests.helpers import assert_trained_alike, events, read_json, wait_for
 
@@ -32,7 +32,7 @@ def deployment(tmp_path_factory, model_folder):
 
 
 def state(run):
-    return load_checkpoint(round_checkpoints(run / "checkpoints")[-1])[0]
+    return RunFolder(run).newest().tensors
 
 
 def assert_model_of_those_who_answered(deployment, run, monkeypatch):

@@ -5,8 +5,8 @@ import json
 import numpy as np
 import torch
 
-from fedweave.federation.engines.flower.codec import from_records, to_records
 from fedweave.federation.engines.flower.engine import public
+from fedweave.federation.engines.flower.transport import from_records, to_records
 from fedweave.federation.message import Message
 from fedweave.federation.state import broadcast
 from fedweave.methods import build_method

@@ -3,7 +3,7 @@
 import pytest
 
 from fedweave.cli import main
-from fedweave.federation.checkpoint import load_checkpoint
+from fedweave.runs.folder import RunFolder
 from tests.helpers import assert_trained_alike
 
 
@@ -14,6 +14,6 @@ def test_a_flower_simulation_gives_the_in_process_model_and_resumes(tmp_path, sm
         settings = [*small, "training.rounds=2", f"engine={engine}", f"output={run}"]
         assert main(["run", "quickstart", *settings, "--quiet"]) == 0
         assert main(["resume", str(run), "training.rounds=3", "--quiet"]) == 0
-    ours, theirs = (load_checkpoint(run / "checkpoints" / "round-0003")[0] for run in runs.values())
+    ours, theirs = (RunFolder(run).newest(3).tensors for run in runs.values())
     for name in ("theta", "phi"):
         assert_trained_alike(ours[name], theirs[name])

@@ -10,8 +10,7 @@ from fedweave.config import from_tree
 from fedweave.console import Console
 from fedweave.data import load_data
 from fedweave.errors import UserError
-from fedweave.federation.site.site import Site
-from fedweave.federation.site.sources import Share
+from fedweave.federation.site.site import Share, Site
 from fedweave.methods import build_method
 from fedweave.settings import to_tree
 from tests.federation.flower.conftest import Federation

@@ -1,7 +1,5 @@
 """An engine: where clients run, and how a question reaches them. It knows nothing of what a question is for."""
 
-from __future__ import annotations
-
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -55,7 +53,6 @@ class Engine(ABC):
     # ---------------------------------------------------------------------------------- who is there
 
     def present(self) -> Sequence[Any]:
-        """The clients that can be asked now."""
         return self.members
 
     def newcomers(self) -> Sequence[Any]:

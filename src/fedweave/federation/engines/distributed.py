@@ -5,8 +5,6 @@ to process as messages, one at a time and in the clients' order. All of them the
 the same order as a single process would, and only the first writes the run folder.
 """
 
-from __future__ import annotations
-
 import atexit
 import os
 from collections.abc import Iterator, Mapping, Sequence
@@ -25,6 +23,7 @@ from fedweave.federation.client import Client, Member
 from fedweave.federation.engines.in_process import InProcessEngine
 from fedweave.federation.message import Message
 from fedweave.federation.steps import Asked, Reply
+from fedweave.settings import environment_number
 
 PATIENCE = timedelta(hours=12)  # the first process tests while the others wait
 
@@ -68,7 +67,7 @@ class World:
 def world() -> World | None:
     """The processes that torchrun started with this one; None when it is alone. Messages travel over gloo: they
     come from the host, and must not take a GPU's memory."""
-    size, rank = int(os.environ.get("WORLD_SIZE", 1)), int(os.environ.get("RANK", 0))
+    size, rank = environment_number("WORLD_SIZE", 1), environment_number("RANK", 0)
     if size == 1 or "MASTER_ADDR" not in os.environ:
         return None
     dist.init_process_group("gloo", timeout=PATIENCE)
@@ -94,8 +93,7 @@ class ShardedEngine(InProcessEngine):
         own = (message for _, message in self.answers(step, mine, question))
         for one in asked:
             owner = self._owner(one.member)
-            message = self.world.pass_on(owner, next(own) if owner == self.world.rank else None)
-            yield one.member, lambda message=message: message  # type: ignore[misc]
+            yield one.member, self.world.pass_on(owner, next(own) if owner == self.world.rank else None)
 
     def shared(self, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """What any process has of the clients that it owns, known to all."""

@@ -1,7 +1,5 @@
 """All clients in this process, on one device, trained in lockstep. A site is such an engine with one client."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -23,36 +21,24 @@ class InProcessEngine(Engine):
     """Clients that share one frozen backbone."""
 
     members: list[Client]
-    travels = False  # whether answers leave the process
 
-    def __init__(self, backbone: Backbone, clients: list[Client], config: Config, console: Console):
-        self.members, self.config, self.console = clients, config, console
+    def __init__(
+        self, backbone: Backbone, clients: list[Client], config: Config, console: Console, travels: bool = False
+    ):
+        self.members, self.config, self.console, self.travels = clients, config, console, travels
+        self.backbone, self.device, self.identity = backbone, backbone.device, backbone.identity
         self.compute = Compute(backbone, config, console)
         self.layers = self.compute.layers
-        self.exit = Exit(config, backbone.identity, self.travels)
-
-    @property
-    def backbone(self) -> Backbone:
-        return self.compute.backbone
-
-    @property
-    def device(self) -> torch.device:  # type: ignore[override]
-        return self.backbone.device
-
-    @property
-    def identity(self) -> Mapping[str, str]:  # type: ignore[override]
-        return self.backbone.identity
+        self.exit = Exit(config, backbone.identity, travels)
 
     @property
     def width(self) -> int:  # type: ignore[override]
         return self.members[0].data.features.shape[1]
 
     def replies(self, step: Reply, asked: Sequence[Asked], question: Message) -> Iterator[tuple[Member, Sealed]]:
-        for client, message in self.answers(step, asked, question):
-            yield client, lambda message=message: message  # type: ignore[misc]
+        yield from self.answers(step, asked, question)
 
     def answers(self, step: Reply, asked: Sequence[Asked], question: Message) -> Iterator[tuple[Client, Message]]:
-        """What these clients send, one by one."""
         assert isinstance(step, Step)
         together = step.together or max(1, len(asked))
         for start in range(0, len(asked), together):
@@ -68,9 +54,10 @@ class InProcessEngine(Engine):
     # ---------------------------------------------------------------------------------- memories
 
     def restore(self, records: Sequence[dict[str, Any]], tensors: Mapping[str, torch.Tensor]) -> None:
-        own = tensors.get("private")
-        for row, (client, record) in enumerate(zip(self.members, records, strict=True)):
-            client.restore(record)
+        own, known = tensors.get("private"), {record["name"]: record for record in records}
+        self.members = [client for client in self.members if client.name in known]
+        for row, client in enumerate(self.members):
+            client.restore(known[client.name])
             prefix = _residuals(client)
             owed = {RESIDUAL + n.removeprefix(prefix): x for n, x in tensors.items() if n.startswith(prefix)}
             client.memory.restore(owed | ({} if own is None else {OWN: own[row].to(self.device)}))

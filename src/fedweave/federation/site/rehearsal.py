@@ -1,7 +1,5 @@
 """``fedweave site check``: every question of a federation once, with nobody listening, and what each would send."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -20,8 +18,7 @@ from fedweave.federation.hello import Hello
 from fedweave.federation.message import Message
 from fedweave.federation.rounds import one_round
 from fedweave.federation.site.settings import SiteConfig
-from fedweave.federation.site.site import BuildMethod, Models, Site
-from fedweave.federation.site.sources import OwnFiles
+from fedweave.federation.site.site import BuildMethod, Models, OwnFiles, Site
 from fedweave.federation.state import broadcast
 from fedweave.federation.steps import Asked, Reply
 
@@ -47,6 +44,7 @@ def check_site(settings: SiteConfig, config: Config, build_method: BuildMethod, 
         f"  data    {len(client.data)} rows to train on, {held} to validate on, {len(client.buckets)} buckets",
         f"  model   {backbone.name}, fingerprint {backbone.fingerprint}",
         f"  device  {backbone.device}, {str(backbone.dtype).removeprefix('torch.')}",
+        f"  floors  {', '.join(f'{key} {value}' for key, value in vars(settings.floors).items() if value)}",
         "",
         "What it would send (as many experts as it has buckets; a federation finds their number):",
         "",
@@ -89,11 +87,12 @@ class RehearsalEngine(Engine):
 
     def replies(self, step: Reply, asked: Sequence[Asked], question: Message) -> Iterator[tuple[Member, Sealed]]:
         for member in self.members:
-            message = self.site.answer(member.addressed(question, step.name, self._settings, "rehearsal"))
-            if "error" in message.facts:
-                raise UserError(f"the site cannot answer {step.name!r}: {message.facts['error']}")
+            try:
+                message = self.site.reply(member.addressed(question, step.name, self._settings, "rehearsal"))
+            except UserError as error:  # here it may say everything
+                raise UserError(f"the site cannot answer {step.name!r}: {error}") from None
             self.sent[step.name] = message
-            yield member, lambda message=message: message  # type: ignore[misc]
+            yield member, message
 
     def restore(self, records: Sequence[dict[str, Any]], tensors: Mapping[str, torch.Tensor]) -> None:
         """Nothing is kept of a rehearsal."""

@@ -1,12 +1,12 @@
 """What a site decides for itself: where its data and model are, and whom it joins. It never leaves the site."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
+from fedweave.config import BackboneConfig
 from fedweave.errors import UserError
+from fedweave.files import read_text
 from fedweave.settings import build, read_yaml, setting
 
 
@@ -21,6 +21,11 @@ class ModelSettings:
         "auto", "Weights of the backbone: auto is bfloat16 on CUDA and float32 on a CPU."
     )
     download: bool = setting(False, "Let the model be fetched once; without it nothing calls out.")
+
+
+def own_files(settings: ModelSettings | BackboneConfig) -> dict[str, Any]:
+    """The part of a backbone's settings that is a site's own, and never the federation's."""
+    return {key: getattr(settings, key) for key in ("model", "revision", "device", "dtype")}
 
 
 @dataclass(frozen=True)
@@ -39,22 +44,39 @@ class LinkSettings:
 
 
 @dataclass(frozen=True)
-class SiteConfig:
-    """One site."""
+class Floors:
+    """What this site does not do, whatever a server asks: with one example, one step and a tiny clip an answer
+    would hold that example's feature. A question below a floor is refused and logged here."""
 
+    bucket: int = setting(1, "Fewest examples in a bucket that is signed.", low=1)
+    batch: int = setting(2, "Smallest batch, in warmups as in rounds.", low=1)
+    steps: int = setting(1, "Fewest local steps of a round or a warmup.", low=1)
+    clip: float = setting(1e-3, "Smallest training.clip.", low=0.0)
+    questions: tuple[str, ...] = setting(
+        (), "The questions that are answered, as in [hello, train]; all when empty."
+    )
+    rounds: int = setting(10_000, "Most rounds of one federation.", low=0)
+    fingerprint: str = setting(
+        "", "The one backbone that is used, as `fedweave site check` prints it; any when empty."
+    )
+
+
+@dataclass(frozen=True)
+class SiteConfig:
     name: str = setting("", "The site's name in the federation; it must not change.")
     data: str = setting("", "JSONL file of training rows.")
     validation: str | None = setting(None, "JSONL file to validate on; without it a share of data is kept back.")
     state: str = setting("state", "Folder for keys of the local link and for parameters that never leave.")
     backbone: ModelSettings = field(default_factory=ModelSettings)
     superlink: LinkSettings = field(default_factory=LinkSettings)
+    floors: Floors = field(default_factory=Floors)
 
 
 def load_site(path: Path) -> SiteConfig:
     """A site's YAML file; relative paths in it count from its folder."""
     if not path.is_file():
         raise UserError(f"there is no site file {path}; examples/deployment/site.yaml is one to copy.")
-    tree = read_yaml(path.read_text(encoding="utf-8"), str(path))
+    tree = read_yaml(read_text(path), str(path))
     config: SiteConfig = build(SiteConfig, tree)
     if not config.name or not config.name.replace("-", "").replace("_", "").isalnum():
         raise UserError(f"{path}: name must be letters, digits, - and _, not {config.name!r}.")
@@ -66,25 +88,17 @@ def load_site(path: Path) -> SiteConfig:
             f"{path}: superlink needs root_certificates and private_key (make-certificates.sh makes them), or "
             "insecure: true for a try on one machine."
         )
-    return _absolute(config, path.resolve().parent)
 
+    def found(settings: SiteConfig | LinkSettings, *keys: str) -> dict[str, Any]:
+        """Paths of these keys, where they are set."""
+        given = {key: getattr(settings, key) for key in keys}
+        return {key: str(folder / Path(name).expanduser()) for key, name in given.items() if name}
 
-def _absolute(config: SiteConfig, folder: Path) -> SiteConfig:
-    def found(name: str) -> str:
-        return str(folder / Path(name).expanduser()) if name else name
-
-    link = config.superlink
-    model = config.backbone
-    local = folder / Path(model.model).expanduser()
+    folder, model = path.resolve().parent, config.backbone.model
+    local = folder / Path(model).expanduser()
     return replace(
         config,
-        data=found(config.data),
-        validation=found(config.validation or "") or None,
-        state=found(config.state),
-        backbone=replace(model, model=str(local) if local.exists() else model.model),
-        superlink=replace(
-            link,
-            root_certificates=found(link.root_certificates or "") or None,
-            private_key=found(link.private_key or "") or None,
-        ),
+        **found(config, "data", "validation", "state"),
+        backbone=replace(config.backbone, model=str(local) if local.exists() else model),
+        superlink=replace(link, **found(link, "root_certificates", "private_key")),
     )

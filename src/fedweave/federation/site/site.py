@@ -1,40 +1,110 @@
-"""A site answers questions: the same client code as in a simulation, on one client.
+"""A site answers questions: the same client code as in a simulation, on one client. Its rows and its model are its
+own files, or its share of a simulated federation.
 
 Its rows, features, buckets and labels stay in this process; what leaves, leaves by :mod:`fedweave.federation.exit`.
 """
 
-from __future__ import annotations
-
 import copy
 import traceback
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import TypedDict
 
 import numpy as np
 import torch
+from typing_extensions import NotRequired
 
 import fedweave
-from fedweave.backbone.encode import encode
 from fedweave.backbone.features import cached_features
 from fedweave.backbone.load import Backbone, load_backbone
 from fedweave.backbone.prompts import PromptFormat
 from fedweave.config import BackboneConfig, Config, from_tree
 from fedweave.console import Console
-from fedweave.errors import UserError, first_line
+from fedweave.data import load_data
+from fedweave.data.examples import Example
+from fedweave.data.own import hold_out, read_examples
+from fedweave.errors import UserError
 from fedweave.federation.checkpoint import load_checkpoint, save_checkpoint
 from fedweave.federation.client import Client
 from fedweave.federation.engines.in_process import InProcessEngine
 from fedweave.federation.hello import Hello
 from fedweave.federation.message import Message
 from fedweave.federation.method import Method
-from fedweave.federation.site.sources import Source
+from fedweave.federation.site.floors import Declined, check_model, check_question, check_reply
+from fedweave.federation.site.settings import Floors, SiteConfig, own_files
 from fedweave.federation.steps import Asked
+from fedweave.json_files import Damaged
 from fedweave.settings import read_yaml
+from fedweave.streams import stream_key
 from fedweave.training.batch import ClientData
 
 BuildMethod = Callable[[Config], Method]
 _MEMORY = "memory"  # the site's own folder for what nobody else has
+
+
+class OwnFiles:
+    """A real site."""
+
+    def __init__(self, site: SiteConfig):
+        self.site, self.name, self.floors = site, site.name, site.floors
+        self.state: Path | None = Path(site.state)  # where private parameters are kept; None: in memory
+
+    def backbone(self, config: BackboneConfig) -> BackboneConfig:
+        """The federation's backbone as this site loads it."""
+        return replace(config, **own_files(self.site.backbone))
+
+    def rows(self, config: Config, index: int) -> tuple[list[Example], list[Example]]:
+        """Training and validation rows of client ``index``."""
+        rows = read_examples(_existing(self.site.data, "data"))
+        if not rows:
+            raise UserError(f"{self.site.data} is empty; add examples.")
+        if self.site.validation:
+            return rows, read_examples(_existing(self.site.validation, "validation"))
+        held: dict[str, list[Example]] = {"validation": []}
+        key = stream_key("holdout", config.seed, index)
+        return hold_out(rows, ["validation"], held, config.data.holdout, key), held["validation"]
+
+    def labels(self, config: Config) -> list[str] | None:
+        """The names of all kinds, for upper bounds that are told them; a real site knows no such list."""
+        return None
+
+
+class Share:
+    """Client ``index`` of a simulation; the validation examples are dealt out, so that their mean is the same."""
+
+    state: Path | None = None
+    floors = Floors(batch=1, clip=0.0)  # a simulation has nobody to protect
+
+    def __init__(self, config: Config, index: int):
+        self.config, self.data = config, load_data(config)
+        self.index, self.name = index, list(self.data.clients)[index]
+
+    def backbone(self, config: BackboneConfig) -> BackboneConfig:
+        return config
+
+    def rows(self, config: Config, index: int) -> tuple[list[Example], list[Example]]:
+        return self.data.clients[self.name], self.data.validation[self.index :: len(self.data.clients)]
+
+    def labels(self, config: Config) -> list[str] | None:
+        return self.data.kinds()
+
+
+Source = OwnFiles | Share
+
+
+def _existing(name: str, key: str) -> Path:
+    path = Path(name)
+    if not path.is_file():
+        raise UserError(f"{key}: there is no file {path}.")
+    return path
+
+
+class Remembered(TypedDict):
+    """Beside its tensors."""
+
+    t: int  # the round
+    pace: NotRequired[float | None]  # and the share of the rates at which it was trained
 
 
 class Models:
@@ -47,7 +117,7 @@ class Models:
     def get(self, config: BackboneConfig) -> Backbone:
         if config in self._views:
             return self._views[config]
-        same = next((view for known, view in self._views.items() if _files(known) == _files(config)), None)
+        same = next((view for known, view in self._views.items() if own_files(known) == own_files(config)), None)
         if same is None:
             self._views.clear()  # a site has room for one
             self._views[config] = load_backbone(config)
@@ -60,23 +130,13 @@ class Models:
         return self._views[config]
 
 
-def _files(config: BackboneConfig) -> tuple[str | None, ...]:
-    return config.model, config.revision, config.device, config.dtype
-
-
-class SiteEngine(InProcessEngine):
-    """One client, whose answers leave the process."""
-
-    travels = True
-
-
 @dataclass
 class Session:
     """The site's part in one federation."""
 
     key: tuple[Config, int, str]  # settings, index, federation
     method: Method
-    engine: SiteEngine
+    engine: InProcessEngine  # one client, whose answers leave the process
     buckets: list[np.ndarray] = field(default_factory=list)  # all of them, also those that no expert serves
 
     @property
@@ -85,22 +145,23 @@ class Session:
 
 
 class Site:
-    """Answers the server's questions."""
-
     def __init__(self, source: Source, models: Models, build_method: BuildMethod, console: Console):
         self.source, self.models, self.build_method, self.console = source, models, build_method, console
         self.session: Session | None = None
 
     def answer(self, question: Message) -> Message:
-        """The answer, or one sentence that says why there is none."""
+        """The answer, or one sentence that says why there is none and nothing of the site."""
         try:
-            return self.hello(question) if question.facts["step"] == Hello.name else self._answer(question)
-        except UserError as error:
+            return self.reply(question)
+        except Declined as error:
             self.console.warn(str(error))
             return Message(facts={"error": str(error)})
-        except Exception as error:
-            self.console.warn(traceback.format_exc())
-            return Message(facts={"error": f"{type(error).__name__}: {first_line(error)}"})
+        except Exception as error:  # what went wrong here may quote a row or a path: it stays here
+            self.console.warn(str(error) if isinstance(error, UserError) else traceback.format_exc())
+            return Message(facts={"error": f"{type(error).__name__}; the site's own log says more"})
+
+    def reply(self, question: Message) -> Message:
+        return self.hello(question) if question.facts["step"] == Hello.name else self._answer(question)
 
     def rest(self) -> None:
         """Take the experts off a backbone that others use too."""
@@ -110,7 +171,9 @@ class Site:
     def hello(self, question: Message) -> Message:
         """Who is there, with which model. No row has been looked at yet."""
         config = read_config(question)
+        check_question(self.source.floors, config, question)
         backbone = self.models.get(self.source.backbone(config.backbone))
+        check_model(self.source.floors, backbone.fingerprint)
         layers = backbone.linear_layers(config.experts.target_modules)
         labels = self.source.labels(config) if self.build_method(config).uses_labels else None
         return Message(facts={
@@ -122,10 +185,12 @@ class Site:
         })  # fmt: skip
 
     def _answer(self, question: Message) -> Message:
-        session = self._session(question)
+        session, floors = self._session(question), self.source.floors
+        check_question(floors, session.key[0], question)
+        check_model(floors, session.engine.backbone.fingerprint)
         step = next((s for s in session.method.steps() if s.name == question.facts["step"]), None)
         if step is None:
-            raise UserError("it does not know this question; is its fedweave of another version?")
+            raise Declined("it does not know this question; is its fedweave of another version?")
         if question.facts["assignment"]:
             self._align(session, question)
         engine = session.engine
@@ -133,6 +198,7 @@ class Site:
         ((_, message),) = engine.answers(step, asked, question)
         if not question.facts["assignment"]:
             session.buckets = session.client.buckets
+        check_reply(floors, message)
         self._remember(session)
         return message
 
@@ -153,7 +219,7 @@ class Site:
             raise UserError(f"{config.method} is told every example's kind: it runs in simulations only.")
         parts = []
         for rows in self.source.rows(config, index):
-            kept, encoded = encode(backbone, rows, config.data.long_answers, self.console)
+            kept, encoded = backbone.prompts.encode_fitting(rows, config.data.long_answers, self.console.warn)
             if labels:
                 kinds = torch.tensor([labels.index(row.kind) for row in kept], dtype=torch.long)
                 features = torch.nn.functional.one_hot(kinds, len(labels)).float()
@@ -164,11 +230,17 @@ class Site:
             raise UserError("no training row is left after rows with too long answers were dropped.")
         client = Client(index, parts[0], held=parts[1])
         if (folder := self._folder(federation)) is not None and (folder / _MEMORY).is_dir():
-            tensors, meta = load_checkpoint(folder / _MEMORY)
-            client.memory.load(
-                {name: t.to(backbone.device) for name, t in tensors.items()}, meta["t"], meta.get("pace")
-            )
-        return Session((config, index, federation), method, SiteEngine(backbone, [client], config, self.console))
+            try:
+                tensors, meta = load_checkpoint(folder / _MEMORY, Remembered)
+            except Damaged as error:
+                raise UserError(
+                    f"what this site remembers, {folder / _MEMORY}, is damaged ({error}); restore it, or remove "
+                    "the folder to go on without it."
+                ) from None
+            remembered = {name: t.to(backbone.device) for name, t in tensors.items()}
+            client.memory.load(remembered, meta["t"], meta.get("pace"))
+        engine = InProcessEngine(backbone, [client], config, self.console, travels=True)
+        return Session((config, index, federation), method, engine)
 
     def _align(self, session: Session, question: Message) -> None:
         """Give the client the buckets that alignment saw and the experts that they were given."""
@@ -176,7 +248,7 @@ class Site:
             session.method.form_buckets(session.engine.compute, [session.client])
             session.buckets = session.client.buckets
         if [len(bucket) for bucket in session.buckets] != list(question.facts["sizes"]):
-            raise UserError("its data has changed since this federation was aligned; restore it, or start anew.")
+            raise Declined("its data has changed since this federation was aligned; restore it, or start anew.")
         assignment = question.facts["assignment"]
         pairs = [(b, m) for b, m in zip(session.buckets, assignment, strict=True) if m >= 0]
         session.client.buckets, session.client.assignment = [b for b, _ in pairs], [m for _, m in pairs]

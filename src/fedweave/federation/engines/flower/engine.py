@@ -4,8 +4,6 @@ Every question goes to all sites at once and answers are used as they come. A si
 unknown costs its own answer and nothing else; each is one line for the operator.
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -25,6 +23,7 @@ from fedweave.federation.engines.base import Engine
 from fedweave.federation.engines.flower.transport import POLL, RemoteSite, Transport, is_lost, opened
 from fedweave.federation.hello import Hello, Introduction
 from fedweave.federation.message import Message, Refused
+from fedweave.federation.site.settings import own_files
 from fedweave.federation.steps import Asked, Reply
 
 _GRACE = 30.0  # seconds that a resumed run gives its sites to come back before it goes on with enough of them
@@ -131,12 +130,10 @@ class FlowerEngine(Engine):
                     "federation.patience."
                 )
             if waited >= said:
-                self.console.say(f"waiting for {what}; here: {', '.join(sorted(self._names())) or 'nobody'}")
+                here = sorted(site.name for site in [*self._here(), *self._waiting.values()])
+                self.console.say(f"waiting for {what}; here: {', '.join(here) or 'nobody'}")
                 said = waited + 30
             time.sleep(4 * POLL)
-
-    def _names(self) -> list[str]:
-        return [client.name for client in [*self._here(), *self._waiting.values()]]
 
     def _look_around(self) -> None:
         """Greet new nodes and notice those that went away."""
@@ -157,9 +154,8 @@ class FlowerEngine(Engine):
         strangers = [
             RemoteSite(-1, f"node {node}", node=node) for node in fresh if self._again.get(node, 0.0) < now
         ]
-        self._hellos |= self.transport.push(
-            Hello.name, strangers, Message(), lambda stranger: (stranger.node or 0, now + _HELLO), _HELLO
-        )
+        greeted = self.transport.push(Hello.name, strangers, Message(), _HELLO)
+        self._hellos |= {number: (stranger.node or 0, now + _HELLO) for number, stranger in greeted.items()}
         for reply in self.transport.pull(self._hellos):  # nobody is waited for: a silent node holds up no round
             node, _ = self._hellos.pop(reply.metadata.reply_to_message_id)
             if is_lost(reply):
@@ -217,8 +213,5 @@ class FlowerEngine(Engine):
 
 def public(config: Config) -> Config:
     """The settings that sites need: nothing of the server's folders, and no path of its model."""
-    plain = BackboneConfig()
-    backbone = replace(
-        config.backbone, model=plain.model, revision=plain.revision, device=plain.device, dtype=plain.dtype
-    )
+    backbone = replace(config.backbone, **own_files(BackboneConfig()))
     return replace(config, output=None, backbone=backbone, federation=replace(config.federation, test=None))

@@ -1,7 +1,5 @@
 """Starting Flower's own programs: a SuperNode beside a site's worker, and a run at a SuperLink."""
 
-from __future__ import annotations
-
 import ctypes
 import datetime
 import ipaddress
@@ -14,7 +12,6 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
 from pathlib import Path
 
 from fedweave.console import Console
@@ -222,23 +219,17 @@ def submit(runtime: Runtime) -> int:
         home.mkdir()
         (app / "pyproject.toml").write_text(_APP)
         (app / "fedweave_app" / "__init__.py").write_text(_SERVER)
-        trust = (
-            f'root-certificates = "{runtime.root_certificates.resolve()}"'
-            if runtime.root_certificates
-            else "insecure = true"
-        )
+        root = runtime.root_certificates
+        trust = f'root-certificates = "{root.resolve()}"' if root else "insecure = true"
         (home / "config.toml").write_text(
             f'[superlink]\ndefault = "here"\n\n[superlink.here]\naddress = "{runtime.address}"\n{trust}\n'
         )
-        answer = _run([program("flwr"), "run", str(app), "here", "--format", "json"], str(home))
+        command = [program("flwr"), "run", str(app), "here", "--format", "json"]
+        done = subprocess.run(command, env=quiet_environment(FLWR_HOME=str(home)), capture_output=True, text=True)
+    answer = done.stdout if done.stdout.strip() else done.stderr
     try:
         return int(json.loads(answer)["run-id"])
     except (ValueError, KeyError):
         raise UserError(
             f"the SuperLink at {runtime.address} took no run: {' '.join(answer.split())[:300] or 'no answer'}."
         ) from None
-
-
-def _run(command: Sequence[str], home: str) -> str:
-    done = subprocess.run(command, env=quiet_environment(FLWR_HOME=home), capture_output=True, text=True)
-    return done.stdout if done.stdout.strip() else done.stderr

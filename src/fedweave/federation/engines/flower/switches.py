@@ -1,7 +1,5 @@
 """Flower and Ray without their outbound connections: no telemetry, no update check, no package index."""
 
-from __future__ import annotations
-
 import logging
 import os
 

@@ -7,14 +7,13 @@ the network, and an operator's terminal is the server's terminal.
 This is the only module that touches what Flower does not call its public interface; flwr is pinned for it.
 """
 
-from __future__ import annotations
-
 import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import httpx
 from flwr.app import Context, Message
@@ -53,8 +52,9 @@ class Runtime:
     secret: Path | None = None  # shared with the SuperLink or SuperNode, so that nobody else takes its tasks
 
     @property
-    def certificate(self) -> bytes | None:
-        return self.root_certificates.read_bytes() if self.root_certificates else None
+    def trust(self) -> dict[str, Any]:
+        root = self.root_certificates
+        return {"insecure": root is None, "root_certificates": root.read_bytes() if root else None}
 
     def client(self, token: str | None = None) -> RuntimeHttpClient:
         """Without a token one that looks for tasks, with one that works on a task."""
@@ -66,11 +66,7 @@ class Runtime:
                 SuperExecAuthHttpInterceptor(master_secret=self.secret.read_bytes(), protected_methods=_ACQUIRE)
             )
         return RuntimeHttpClient.from_server_address(
-            server_address=self.address,
-            insecure=self.root_certificates is None,
-            root_certificates=self.certificate,
-            interceptors=interceptors,
-            retry_invoker=_retrying(5.0),
+            server_address=self.address, interceptors=interceptors, retry_invoker=_retrying(5.0), **self.trust
         )
 
 
@@ -121,7 +117,7 @@ def answer_messages(runtime: Runtime, answer: Callable[[Message], Message], aliv
             token = _acquire(client, TaskType.CLIENT_APP)
             if token is not None:  # whatever has not come in by now never will: its run has ended
                 letter = _Incoming(runtime.client(token))
-            if letter is not None and letter.complete:
+            if letter is not None and letter.input is not None:
                 letter.reply(answer)
                 letter = None
                 continue
@@ -142,10 +138,6 @@ class _Incoming:
     def _fetch(self) -> None:
         with suppress(Exception):  # it stays incomplete
             self.input = pull_task_input(self.client)
-
-    @property
-    def complete(self) -> bool:
-        return self.input is not None
 
     def reply(self, answer: Callable[[Message], Message]) -> None:
         assert self.input is not None
@@ -172,12 +164,7 @@ def server_task(runtime: Runtime, run_id: int, outage: float) -> Iterator[Grid]:
                 f"the SuperLink at {runtime.address} gives this process no task; start it with --isolation process."
             )
         time.sleep(POLL)
-    grid = HttpGrid(
-        runtime_api_address=runtime.address,
-        insecure=runtime.root_certificates is None,
-        root_certificates=runtime.certificate,
-        token=token,
-    )
+    grid = HttpGrid(runtime_api_address=runtime.address, token=token, **runtime.trust)
     grid._retry_invoker = _retrying(outage)
     client = grid._runtime_client
     status, details = SubStatus.FAILED, "the server stopped"

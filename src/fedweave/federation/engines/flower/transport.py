@@ -1,22 +1,21 @@
 """Between a server and its sites: questions out, replies in, over a Flower Grid."""
 
-from __future__ import annotations
-
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any
 
+import numpy as np
+import torch
+from flwr.app import Array, ArrayRecord, ConfigRecord, MetricRecord, RecordDict
 from flwr.app import Message as FlowerMessage
 from flwr.serverapp import Grid
 
 from fedweave.config import Config, dump_config
 from fedweave.console import Console
 from fedweave.federation.client import Distant
-from fedweave.federation.engines.flower.codec import from_records, to_record, to_records
-from fedweave.federation.message import Message, NoAnswer
+from fedweave.federation.message import Facts, Message, NoAnswer
 
-W = TypeVar("W")
 POLL = 0.25  # seconds between two looks for answers
 _EXPIRY = 10.0  # seconds after its deadline at which Flower forgets a question
 _EXPIRED = {3, 4}  # Flower's codes for a message that it no longer has
@@ -56,9 +55,7 @@ class Transport:
         self, step: str, sites: Sequence[RemoteSite], question: Message
     ) -> Iterator[tuple[RemoteSite, FlowerMessage]]:
         """Ask these sites and hand their replies out as they come, until all have answered or time is up."""
-        if not sites:
-            return
-        waiting = self.push(step, sites, question, lambda site: site, self.deadline + _EXPIRY)
+        waiting = self.push(step, sites, question, self.deadline + _EXPIRY)
         end = time.monotonic() + self.deadline
         while waiting and time.monotonic() < end:
             for reply in self.pull(waiting):
@@ -70,14 +67,9 @@ class Transport:
             self.silent(site)
 
     def push(
-        self,
-        step: str,
-        sites: Sequence[RemoteSite],
-        question: Message,
-        who: Callable[[RemoteSite], W],
-        valid: float,
-    ) -> dict[str, W]:
-        """Send a question to each, ``valid`` for so many seconds; returns ``who`` by the message's number."""
+        self, step: str, sites: Sequence[RemoteSite], question: Message, valid: float
+    ) -> dict[str, RemoteSite]:
+        """Send a question to each, ``valid`` for so many seconds; returns who was asked by the message's number."""
         if not sites:
             return {}
         arrays = to_record(question.tensors)
@@ -90,9 +82,9 @@ class Transport:
             )
             for site in sites
         ])  # fmt: skip
-        return {str(number): who(site) for number, site in zip(numbers, sites, strict=True) if number}
+        return {str(number): site for number, site in zip(numbers, sites, strict=True) if number}
 
-    def pull(self, waiting: dict[str, W]) -> Iterator[FlowerMessage]:
+    def pull(self, waiting: Collection[str]) -> Iterator[FlowerMessage]:
         """What has come in, each reply once, a few at a time."""
         numbers = list(waiting)
         for start in range(0, len(numbers), _TOGETHER):
@@ -114,3 +106,46 @@ def opened(reply: FlowerMessage) -> Message:
 def is_lost(reply: FlowerMessage) -> bool:
     """Whether Flower lost the question or the node, so that asking again is all there is to do."""
     return reply.has_error() and reply.error.code in _REASONS
+
+
+# -------------------------------------------------------------------------------------- messages as Flower records
+# Tensors in an ArrayRecord, numbers in a MetricRecord, texts in a ConfigRecord.
+
+ARRAYS, NUMBERS, TEXTS = "arrays", "numbers", "texts"
+_BF16 = ":bf16"  # numpy has no bfloat16; its bits travel as int16 under a marked name
+
+
+def to_record(tensors: Mapping[str, torch.Tensor]) -> ArrayRecord:
+    arrays = {}
+    for name, tensor in tensors.items():
+        flat = tensor.detach().cpu().contiguous()
+        if flat.dtype == torch.bfloat16:
+            name, flat = name + _BF16, flat.view(torch.int16)
+        arrays[name] = Array(flat.numpy())
+    return ArrayRecord(arrays)
+
+
+def to_records(message: Message, arrays: ArrayRecord | None = None) -> RecordDict:
+    """``arrays`` may be given ready made: a broadcast is written out once for all sites."""
+    numbers = {name: fact for name, fact in message.facts.items() if _is_numeric(fact)}
+    texts = {name: fact for name, fact in message.facts.items() if name not in numbers}
+    arrays = arrays if arrays is not None else to_record(message.tensors)
+    return RecordDict({ARRAYS: arrays, NUMBERS: MetricRecord(numbers), TEXTS: ConfigRecord(texts)})
+
+
+def from_records(records: RecordDict) -> Message:
+    """The message inside; a record that is missing counts as empty, and one of another name is not read."""
+    tensors = {}
+    for name, array in records.array_records.get(ARRAYS, {}).items():
+        tensor = torch.from_numpy(np.array(array.numpy()))  # a copy: what came over the network may be read-only
+        if name.endswith(_BF16) and tensor.dtype == torch.int16:
+            name, tensor = name.removesuffix(_BF16), tensor.view(torch.bfloat16)
+        tensors[name] = tensor
+    facts: Facts = dict(records.metric_records.get(NUMBERS, {}))
+    return Message(tensors, facts | dict(records.config_records.get(TEXTS, {})))
+
+
+def _is_numeric(fact: Any) -> bool:
+    """Flower's metrics are numbers and lists of them; a bool is a text there."""
+    items = fact if isinstance(fact, list) else [fact]
+    return bool(items) and all(isinstance(x, int | float) and not isinstance(x, bool) for x in items)

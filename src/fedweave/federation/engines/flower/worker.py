@@ -1,22 +1,18 @@
 """A site's worker: it holds the data and the model and answers what its SuperNode receives."""
 
-from __future__ import annotations
-
 import shlex
 import signal
-from types import FrameType
 
 from flwr.app import Message as FlowerMessage
 
 from fedweave.config import BackboneConfig
 from fedweave.console import Console
-from fedweave.federation.engines.flower.codec import from_records, to_records
 from fedweave.federation.engines.flower.launch import SuperNode
 from fedweave.federation.engines.flower.switches import hush
 from fedweave.federation.engines.flower.tasks import answer_messages
+from fedweave.federation.engines.flower.transport import from_records, to_records
 from fedweave.federation.site.settings import SiteConfig
-from fedweave.federation.site.site import BuildMethod, Models, Site
-from fedweave.federation.site.sources import OwnFiles
+from fedweave.federation.site.site import BuildMethod, Models, OwnFiles, Site
 
 
 def work(site: SiteConfig, build_method: BuildMethod, console: Console, own_supernode: bool) -> None:
@@ -41,7 +37,7 @@ def work(site: SiteConfig, build_method: BuildMethod, console: Console, own_supe
         console.say(f"{question.facts.get('step')}: sent {reply.size / 1e6:.2f} MB of arrays")
         return FlowerMessage(to_records(reply), reply_to=message)
 
-    signal.signal(signal.SIGTERM, _interrupt)
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
         if own_supernode:
             node.start()  # it connects while the model loads
@@ -55,7 +51,3 @@ def work(site: SiteConfig, build_method: BuildMethod, console: Console, own_supe
     finally:
         if own_supernode:
             node.stop()
-
-
-def _interrupt(number: int, frame: FrameType | None) -> None:
-    raise KeyboardInterrupt

@@ -1,0 +1,142 @@
+"""Averages that a few hostile clients cannot carry away: ``federation.rule``, expert by expert and for the router.
+
+A plain mean is a stream and follows whoever shouts loudest. These rules look at all updates of a round together, so
+that the server keeps them until the last has come: clients × parameters numbers instead of one running sum. A
+client's weight is its own claim, so none counts for more than ``federation.max_share`` of an expert, and the rules
+that compare numbers one by one (median, trimmed) count every client alike.
+"""
+
+from collections.abc import Callable, Sequence
+
+import torch
+
+from fedweave.aggregation.rules import ClientAverage, ExpertAverage
+from fedweave.config import Config
+from fedweave.experts.layout import AdapterLayout
+
+Rule = Callable[[torch.Tensor, torch.Tensor, float], torch.Tensor]  # (rows [n, p], shares [n], hostile) -> [p]
+
+
+def mean(rows: torch.Tensor, shares: torch.Tensor, hostile: float) -> torch.Tensor:
+    return shares @ rows
+
+
+def clip(rows: torch.Tensor, shares: torch.Tensor, hostile: float) -> torch.Tensor:
+    """No update is longer than the median one."""
+    norms = rows.norm(dim=1)
+    return shares @ (rows * (norms.median() / norms.clamp(min=1e-20)).clamp(max=1.0)[:, None])
+
+
+def median(rows: torch.Tensor, shares: torch.Tensor, hostile: float) -> torch.Tensor:
+    """Number by number the middle one, or the mean of the middle two."""
+    ordered, n = rows.sort(dim=0).values, len(rows)
+    return (ordered[(n - 1) // 2] + ordered[n // 2]) / 2
+
+
+def trimmed(rows: torch.Tensor, shares: torch.Tensor, hostile: float) -> torch.Tensor:
+    """Number by number the mean without the largest and the smallest, as many of each as may be hostile."""
+    cut = min(_bad(len(rows), hostile), (len(rows) - 1) // 2)
+    return rows.sort(dim=0).values[cut : len(rows) - cut].mean(0)
+
+
+def krum(rows: torch.Tensor, shares: torch.Tensor, hostile: float) -> torch.Tensor:
+    """Multi-Krum: the mean of those that lie nearest to their neighbours, without as many as may be hostile."""
+    n, bad = len(rows), _bad(len(rows), hostile)
+    if n < 3:
+        return shares @ rows
+    near = torch.cdist(rows, rows).square().sort(dim=1).values[:, 1 : max(2, n - bad - 1)]  # [n, neighbours]
+    kept = near.sum(1).argsort()[: n - bad]
+    return (shares[kept] / shares[kept].sum()) @ rows[kept]
+
+
+def agreement(rows: torch.Tensor, shares: torch.Tensor, hostile: float) -> torch.Tensor:
+    """Who pulls against the median counts nothing, who pulls with it by how much (a cosine); none is long."""
+    middle = median(rows, shares, hostile)
+    trust = shares * torch.cosine_similarity(rows, middle[None], dim=1).clamp(min=0.0)
+    return clip(rows, trust / trust.sum(), hostile) if trust.sum() > 0 else middle
+
+
+RULES: dict[str, Rule] = {
+    "mean": mean, "clip": clip, "median": median, "trimmed": trimmed, "krum": krum, "agreement": agreement,
+}  # fmt: skip
+
+
+def capped(weights: Sequence[float], most: float) -> torch.Tensor:
+    """Weights as shares of which none is above ``most``, or all alike where that cannot be; the surplus goes to
+    the others in proportion."""
+    shares = torch.tensor(weights, dtype=torch.float64)
+    shares /= shares.sum()
+    if most * len(shares) <= 1:
+        return torch.full_like(shares, 1 / len(shares))
+    while (shares > most + 1e-12).any():
+        over = shares >= most - 1e-12
+        rest = shares[~over].sum()
+        shares = torch.where(over, most, shares * ((1 - most * over.sum()) / rest))
+    return shares
+
+
+def _bad(n: int, hostile: float) -> int:
+    """Of n clients, those that may be hostile."""
+    return int(hostile * n + 1e-9)
+
+
+class RobustClients:
+    """As :class:`ClientAverage`, by another rule than the mean."""
+
+    def __init__(self, config: Config):
+        settings = config.federation
+        self.rule, self.hostile, self.most = RULES[chosen_rule(config)], settings.hostile, settings.max_share
+        self.rows: list[torch.Tensor] = []
+        self.weights: list[float] = []
+
+    def add(self, delta: torch.Tensor, weight: float) -> None:
+        self.rows.append(delta.float())
+        self.weights.append(float(weight))
+
+    @property
+    def weight(self) -> float:
+        return sum(self.weights)
+
+    def step(self) -> torch.Tensor:
+        rows = torch.stack(self.rows)  # [n, p]
+        return self.rule(rows, capped(self.weights, self.most).to(rows), self.hostile)
+
+
+class RobustExperts:
+    """As :class:`ExpertAverage`: every expert by those who serve it, the shared part by all."""
+
+    def __init__(self, layout: AdapterLayout, device: torch.device, config: Config):
+        owner = layout.expert_of_column.to(device)
+        self.move = torch.zeros(layout.size, device=device)
+        self.columns = [(owner == m).nonzero()[:, 0] for m in range(layout.experts + 1)]
+        self.parts = [RobustClients(config) for _ in self.columns]
+
+    def add(self, delta: torch.Tensor, counts: torch.Tensor, samples: float = 0.0) -> None:
+        for columns, part, weight in zip(self.columns, self.parts, [*counts.tolist(), samples], strict=True):
+            if weight > 0 and len(columns):
+                part.add(delta[columns].to(self.move), weight)
+
+    def step(self) -> torch.Tensor:
+        for columns, part in zip(self.columns, self.parts, strict=True):
+            if part.rows:
+                self.move[columns] = part.step()
+        return self.move
+
+
+def chosen_rule(config: Config) -> str:
+    """auto: strangers are not believed at any length, clients of this process are."""
+    rule = config.federation.rule
+    return rule if rule != "auto" else "clip" if config.data.source == "sites" else "mean"
+
+
+def streams(config: Config) -> bool:
+    """The paper's mean needs no more than a running sum."""
+    return chosen_rule(config) == "mean" and config.federation.max_share >= 1
+
+
+def expert_average(layout: AdapterLayout, device: torch.device, config: Config) -> ExpertAverage | RobustExperts:
+    return ExpertAverage(layout, device) if streams(config) else RobustExperts(layout, device, config)
+
+
+def client_average(size: int, device: torch.device, config: Config) -> ClientAverage | RobustClients:
+    return ClientAverage(size, device) if streams(config) else RobustClients(config)

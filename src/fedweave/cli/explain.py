@@ -1,0 +1,65 @@
+"""Verbs that say what a run came to: describe, worth."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from fedweave.cli.verbs import Verbs, last, quiet
+from fedweave.console import Console
+from fedweave.errors import UserError
+
+
+def register(verbs: Verbs) -> None:
+    describe = verbs.add(
+        "describe", _describe, "What each expert is: words that set it apart, typical prompts, clients, answers."
+    )
+    describe.add_argument("folder", type=Path, help="a run folder or a bundle")
+    describe.add_argument(
+        "--data", type=Path, help="describe by these rows instead: a file, or a folder with a file for each client"
+    )
+    describe.add_argument(
+        "--name",
+        action="append",
+        metavar="K=NAME",
+        default=[],
+        help="call expert K so, here and wherever it is shown",
+    )
+    describe.add_argument("--json", action="store_true", help="print JSON instead of text")
+    last(describe)
+    quiet(describe)
+    worth = verbs.add("worth", _worth, "Was it worth it? A run against every client alone and one shared adapter.")
+    worth.add_argument("folder", type=Path, help="a finished run; the two references are trained into it once")
+    worth.add_argument("--json", action="store_true", help="print JSON instead of tables")
+    quiet(worth)
+
+
+def _describe(arguments: argparse.Namespace, console: Console) -> None:
+    import json
+
+    from fedweave.description.text import experts_text
+    from fedweave.runs.describing import describe_folder
+
+    names = dict(map(_name, arguments.name))
+    found = describe_folder(arguments.folder, arguments.data, arguments.last, names, console)
+    print(json.dumps(found, ensure_ascii=False, indent=1) if arguments.json else experts_text(found))
+
+
+def _worth(arguments: argparse.Namespace, console: Console) -> None:
+    import json
+
+    from fedweave.analysis.worth import worth_text
+    from fedweave.compare.worth import weigh
+
+    found = weigh(arguments.folder, console)
+    print(json.dumps(found, ensure_ascii=False, indent=1) if arguments.json else worth_text(found))
+
+
+def _name(text: str) -> tuple[int, str]:
+    number, equals, name = text.partition("=")
+    if not equals or not number.strip().isdecimal():
+        raise UserError(f"--name {text!r} names no expert; write --name 0=Grammar.")
+    name = " ".join(name.split())
+    if len(name) > 60 or not name.isprintable():
+        raise UserError(f"--name {text!r}: a name has at most 60 printable characters.")
+    return int(number), name

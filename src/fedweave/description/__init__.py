@@ -1,0 +1,1 @@
+"""What an expert is, by the prompts that it gets: found without labels, kept in a file, shown everywhere."""

@@ -1,0 +1,129 @@
+"""A checkpoint as read from disk, and whether it belongs to a config and a backbone."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TypedDict
+
+import torch
+from typing_extensions import NotRequired
+
+from fedweave.backbone.load import Backbone
+from fedweave.config import Config
+from fedweave.errors import UserError
+from fedweave.experts.layout import AdapterLayout, Shaped
+from fedweave.federation.state import ServerState
+from fedweave.router.mlp import RouterLayout
+from fedweave.schema import RouterShape
+from fedweave.settings import flatten, to_tree
+
+# Where a run's data and model lie, and what computes: fingerprints tell whether they are the same.
+PLACES = ("data.path", "backbone.model", "backbone.revision", "backbone.device")
+# Keys that do not alter what was already computed.
+LATER = (
+    "output",
+    "loggers",
+    "engine",
+    "evaluation",
+    "training.rounds",
+    "training.clients_per_step",
+    "federation.min_answers",
+    "federation.repeats",
+    "federation.sites",
+    "federation.deadline",
+    "federation.patience",
+    "federation.test",
+)
+FREE_KEYS = (*LATER, *PLACES)  # what a resumed run may change
+
+
+class CheckpointMeta(TypedDict):
+    """meta.json of a round's checkpoint; state.safetensors beside it has the tensors."""
+
+    completed: int
+    best_round: int
+    best_loss: float
+    seconds: float  # spent so far, over all sessions
+    since: NotRequired[int]  # as in Progress
+    setbacks: NotRequired[int]
+    pace: NotRequired[float]
+    rank: int
+    experts: int
+    shared: NotRequired[int]  # checkpoints of earlier versions lack what is not required
+    router: RouterShape | None
+    shares: list[float]
+    norms: dict[str, list[float]]
+    doubts: NotRequired[dict[str, int]]
+    report: dict[str, object]  # an AlignmentReport
+    clients: list[dict[str, object]]  # as they record themselves
+    metrics_bytes: int  # length of metrics.jsonl
+    metrics_sha256: NotRequired[str]
+    settings: NotRequired[str]  # a hash of what a resumed run may not change
+    config: NotRequired[str]  # the same, when a run could not move
+    backbone: str  # the fingerprint
+    state_sha256: NotRequired[str]
+
+
+@dataclass
+class Snapshot:
+    """A checkpoint as read from disk."""
+
+    tensors: dict[str, torch.Tensor]
+    meta: CheckpointMeta
+    path: Path
+
+    def check(self, config: Config, backbone: Backbone) -> None:
+        """Refuse to mix a checkpoint with another config or another backbone."""
+        settings = config_hash(config) if "settings" in self.meta else config_hash(config, LATER)
+        if settings != self.meta.get("settings", self.meta.get("config")):
+            raise UserError(f"checkpoint {self.path} belongs to another config than the run's config.yaml.")
+        if self.meta["backbone"] != backbone.fingerprint:
+            raise UserError(
+                f"checkpoint {self.path} was trained on another backbone, tokenizer or prompt rendering than "
+                f"{backbone.name} as loaded now; use the one of the run."
+            )
+
+    def state(self, layers: Mapping[str, Shaped], device: torch.device, prefix: str = "") -> ServerState:
+        """The last round's state."""
+        names = ("theta", "phi", "private", "signatures")  # what the best round has in common is there once
+        parts = {name: self.tensors.get(f"{prefix}{name}", self.tensors.get(name)) for name in names}
+        on_device = {name: t.to(device) for name, t in parts.items() if t is not None}
+        meta = self.meta
+        return ServerState(
+            layout=AdapterLayout.of(layers, meta["rank"], meta["experts"], meta.get("shared", 0)),
+            router=RouterLayout(**meta["router"]) if meta["router"] else None,
+            theta=on_device["theta"],
+            phi=on_device.get("phi"),
+            shares=meta["shares"],
+            pace=meta.get("pace", 1.0),
+            private=on_device.get("private"),
+            signatures=on_device.get("signatures"),
+            norms=meta["norms"],
+            doubts=meta.get("doubts", {}),
+            report=meta["report"],
+        )
+
+    def best(self, layers: Mapping[str, Shaped], device: torch.device) -> ServerState:
+        """The state of the best round so far."""
+        return self.state(layers, device, "best_" if self.meta["best_round"] != self.meta["completed"] else "")
+
+
+def config_hash(config: Config, free: Sequence[str] = FREE_KEYS) -> str:
+    """A hash over the keys that decide results, where they differ from their defaults: a key that a later version
+    adds leaves the runs of an earlier one alone."""
+    defaults = flatten(to_tree(Config()))
+    changed = {
+        key: value
+        for key, value in flatten(to_tree(config)).items()
+        if value != defaults[key] and not is_one_of(key, free)
+    }
+    return hashlib.sha256(json.dumps(changed, sort_keys=True).encode()).hexdigest()[:32]
+
+
+def is_one_of(key: str, keys: Sequence[str]) -> bool:
+    """Whether a key is listed, by itself or with its section."""
+    return any(key == one or key.startswith(f"{one}.") for one in keys)

@@ -1,0 +1,130 @@
+"""Rules that a few hostile clients cannot carry away, each by what defines it, and in a real federation."""
+
+import pytest
+import torch
+
+from fedweave.aggregation.robust import RULES, capped
+from fedweave.federation.rounds import federate
+from fedweave.methods import build_method
+from tests.federations import changed, make_engine, run
+
+HONEST, HOSTILE = 14, 6  # 30 %
+
+
+def updates(seed: int = 0) -> torch.Tensor:
+    """[n, p] honest updates: a common direction and noise of the same length."""
+    generator = torch.Generator().manual_seed(seed)
+    return torch.ones(200) + torch.randn(HONEST, 200, generator=generator)
+
+
+ATTACKS = {
+    "sign flip": lambda honest: -honest[:HOSTILE],
+    "ten times, against": lambda honest: -10 * honest[:HOSTILE],
+    "huge": lambda honest: torch.full((HOSTILE, 200), 1e20),
+    "together": lambda honest: (-3 * honest.mean(0)).repeat(HOSTILE, 1),
+}
+
+
+@pytest.mark.parametrize("attack", ATTACKS)
+@pytest.mark.parametrize("rule", ["median", "trimmed", "krum", "agreement"])
+def test_thirty_in_a_hundred_do_not_turn_the_average(rule, attack):
+    honest = updates()
+    rows = torch.cat([ATTACKS[attack](honest), honest])
+    shares = torch.full((len(rows),), 1 / len(rows))
+    found = RULES[rule](rows, shares, 0.3)
+    wanted = honest.mean(0)
+    assert torch.cosine_similarity(found, wanted, dim=0) > 0.7
+    assert 0.2 * wanted.norm() < found.norm() < 2 * wanted.norm()
+
+
+def test_a_clipped_update_is_no_longer_than_the_median_one():
+    rows = torch.cat([updates(), torch.full((1, 200), 1e20)])
+    shares = torch.full((len(rows),), 1 / len(rows))
+    found = RULES["clip"](rows, shares, 0.0)
+    bound = rows.norm(dim=1).median() / len(rows)
+    assert (found - shares[0] * rows[:-1].clamp(max=10).sum(0)).norm() < 3 * bound
+    alike = torch.ones(5, 200)
+    torch.testing.assert_close(RULES["clip"](alike, torch.full((5,), 0.2), 0.0), alike[0])
+
+
+@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("count", [1, 2, 3, 20])
+def test_those_who_agree_are_their_own_average(rule, count):
+    """Whatever the rule, and however few: nothing is lost where nobody attacks and all say the same."""
+    rows = torch.arange(1.0, 8.0).repeat(count, 1)
+    torch.testing.assert_close(RULES[rule](rows, torch.full((count,), 1 / count), 0.3), rows[0])
+
+
+def test_krum_keeps_the_shares_of_those_it_keeps():
+    rows = torch.tensor([[0.0], [0.1], [0.2], [50.0]])
+    found = RULES["krum"](rows, torch.tensor([0.5, 0.25, 0.125, 0.125]), 0.25)
+    assert found.item() == pytest.approx((0.0 * 0.5 + 0.1 * 0.25 + 0.2 * 0.125) / 0.875)
+
+
+@pytest.mark.parametrize(
+    ("weights", "most", "expected"),
+    [
+        ([98, 1, 1], 0.5, [0.5, 0.25, 0.25]),
+        ([6, 3, 1], 1.0, [0.6, 0.3, 0.1]),
+        ([90, 9, 1], 0.4, [0.4, 0.4, 0.2]),  # the surplus of one lifts the next above the ceiling
+        ([90, 10], 0.3, [0.5, 0.5]),  # two cannot both stay below a third
+        ([7], 0.2, [1.0]),
+    ],
+)
+def test_no_share_above_the_ceiling(weights, most, expected):
+    assert capped(weights, most).tolist() == pytest.approx(expected)
+
+
+class Hostile:
+    """A client that claims what it likes and sends the opposite of what it learned, ``factor`` times."""
+
+    def __init__(self, engine, factor: float):
+        self.answers, self.factor = engine.answers, factor
+        engine.answers = self
+
+    def __call__(self, step, members, question):
+        for client, message in self.answers(step, members, question):
+            if step.name == "train" and client.index == 0:
+                for name in message.tensors:
+                    message.tensors[name] = message.tensors[name] * self.factor
+            yield client, message
+
+
+def movement(config, backbone, factor: float = 1.0) -> torch.Tensor:
+    engine = make_engine(config, backbone)
+    if factor != 1.0:
+        Hostile(engine, factor)
+    start, final = run(config, engine)
+    return final.theta - start.theta
+
+
+def test_a_federation_keeps_its_course_against_one_hostile_client(config, backbone):
+    plain = changed(config, method="fedit", training={"rounds": 1, "local_steps": 2}, data={"clients": 5})
+    robust = changed(plain, federation={"rule": "agreement", "max_share": 0.3})
+    honest = movement(plain, backbone)
+    turned, kept = (torch.cosine_similarity(movement(c, backbone, -9.0), honest, dim=0) for c in (plain, robust))
+    assert turned < 0 < 0.5 < kept
+
+
+def test_the_mean_of_all_updates_at_once_is_the_stream(config, backbone):
+    """A ceiling that binds nobody: the same average, from kept updates instead of a running sum."""
+    plain = changed(config, training={"rounds": 1, "local_steps": 2})
+    kept = changed(plain, federation={"rule": "mean", "max_share": 0.999})
+    torch.testing.assert_close(movement(plain, backbone), movement(kept, backbone), atol=1e-5, rtol=1e-3)
+
+
+def test_a_client_that_pulls_against_the_others_is_told_of_and_left_out(config, backbone):
+    wary = changed(
+        config, method="fedit", training={"rounds": 4, "local_steps": 2}, data={"clients": 5},
+        federation={"rule": "clip", "quarantine": 2},
+    )  # fmt: skip
+    engine, method, said, asked = make_engine(wary, backbone), build_method(wary), [], []
+    engine.console.warn = said.append
+    Hostile(engine, -1.0)
+    state = method.prepare(engine)
+    federate(
+        method, engine, state, range(4), lambda s, report: asked.append([m.index for m in report.participants])
+    )
+    engine.detach()
+    assert [0 in members for members in asked] == [True, True, False, False]
+    assert len([line for line in said if "pulled against the others in 2 rounds in a row" in line]) == 1
