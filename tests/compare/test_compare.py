@@ -12,6 +12,7 @@ from fedweave.config import Config, load_config
 from fedweave.console import Console
 from fedweave.errors import UserError
 from fedweave.report.groups import find_runs
+from fedweave.settings import flatten, to_tree
 from tests.helpers import read_json
 
 TASKS = {"a": "Task A", "b": "Task B"}
@@ -287,6 +288,23 @@ def test_the_suites_sets_differ_as_their_names_say(tmp_path):
     assert [name for name, d in data.items() if d.partition == "pure"] == ["pure-clients"]
     assert [name for name, d in data.items() if len(d.tasks) == 1] == ["one-kind"]
     assert all(d.distinct for d in data.values())
+
+
+COMMON = ("training.schedule", "training.weighting", "training.patience")  # of the recipe, for all methods
+
+
+@pytest.mark.parametrize("name", ["suite", "suite-search"])
+def test_what_the_recipe_adds_reaches_no_baseline_of_the_suite(name, tmp_path):
+    """Under `weave` a baseline is what it is in `benchmark`; data, features and budget are everybody's."""
+    usual, ours = (flatten(to_tree(load_config(recipe))) for recipe in ("benchmark", "weave"))
+    for c in cells(load_comparison(name, ["data.name=four", "seed=1", "data.path=x"], None), tmp_path):
+        for key, value in flatten(to_tree(c.config)).items():
+            own = key.startswith(("experts.", "router.", "alignment.", "discovery.", "training."))
+            if own and key != "training.lr":
+                woven = key in COMMON or c.config.method in ("fedweave", "oracle")
+                assert value == (ours if woven else usual)[key], f"{c.config.method}: {key}"
+            elif key.startswith("backbone."):
+                assert value == ours[key]
 
 
 def test_the_search_tries_as_many_rates_for_every_method_and_none_of_the_suites_seeds(tmp_path):

@@ -27,9 +27,10 @@ def test_a_record_has_every_cell_in_short_and_keeps_those_of_others(tmp_path, qu
     assert set(next(iter(known.values()))) <= set(one)
 
 
-def test_a_record_that_is_something_else_is_not_overwritten(tmp_path, quick, complains):
+@pytest.mark.parametrize("content", ["[1, 2]", '{"a": 1}', "spoilt"])
+def test_a_record_that_is_something_else_is_not_overwritten(tmp_path, quick, complains, content):
     other = tmp_path / "other.json"
-    other.write_text("[1, 2]")
+    other.write_text(content)
     grid = ["compare", "quickstart", "method=fedit", *quick, "--record", other, "--output", tmp_path / "x"]
-    assert "is no file of cells" in complains(*grid, "--quiet")
-    assert other.read_text() == "[1, 2]" and not (tmp_path / "x").exists(), "it is said before anything runs"
+    assert "name another file in --record" in complains(*grid, "--quiet")
+    assert other.read_text() == content and not (tmp_path / "x").exists(), "it is said before anything runs"

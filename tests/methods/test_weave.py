@@ -1,22 +1,19 @@
 """The method of the `weave` recipe: a shared part, labels by the router, chosen experts, a late rate."""
 
 from dataclasses import replace
-from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
 
-from fedweave.compare.grid import cells, load_comparison
 from fedweave.config import Config, from_tree, load_config
 from fedweave.errors import UserError
 from fedweave.federation.rounds import federate
 from fedweave.methods import build_method
-from fedweave.settings import flatten, insert, to_tree
+from fedweave.settings import to_tree
 from tests.federations import make_engine, run, with_method
 
-SUITE = load_comparison("suite", [], None).axes["method"]
 WEAVE = ("experts.shared_rank", "experts.start", "experts.labels", "router.training", "training.batches")
 
 
@@ -264,27 +261,6 @@ def test_what_is_familiar_comes_from_sums_over_clients(woven, backbone):
 def test_doing_without_an_expert_needs_a_shared_part(key):
     with pytest.raises(UserError, match=r"needs a part that experts share: set experts\.shared_rank"):
         load_config("weave", ["experts.shared_rank=0", key])
-
-
-COMMON = ("training.lr", "training.schedule", "training.patience")  # every method of the suite has these
-
-
-@pytest.mark.parametrize("method", [m for m in SUITE if m not in ("fedweave", "oracle")])
-def test_what_the_recipe_adds_reaches_no_baseline_of_the_suite(method, config, backbone):
-    """A baseline under `weave`, with what the suite sets for it, is the one of the `benchmark` recipe."""
-    (cell,) = cells(load_comparison("suite", [f"method={method}", "seed=1", "data.name=four"], None), Path("x"))
-    asked, usual = (flatten(to_tree(c)) for c in (cell.config, load_config("benchmark")))
-    plain = with_method(config, method)
-    tree = to_tree(plain)
-    for key, value in asked.items():
-        own = key.startswith(("experts.", "router.", "alignment.", "discovery.", "training.")) and key not in COMMON
-        if own and value != usual[key]:
-            insert(tree, key, value)
-    assert tree != to_tree(plain)
-    ends = [run(chosen, make_engine(chosen, backbone))[1] for chosen in (plain, from_tree(tree))]
-    assert ends[0].layout == ends[1].layout and torch.equal(ends[0].theta, ends[1].theta)
-    assert (ends[0].phi is None) == (ends[1].phi is None)
-    assert ends[0].phi is None or torch.equal(ends[0].phi, ends[1].phi)
 
 
 def test_a_shared_rank_that_is_no_multiple_is_one_sentence(config):

@@ -4,11 +4,10 @@ import pytest
 import torch
 
 from fedweave.cli import main
-from fedweave.federation.checkpoint import load_checkpoint, round_checkpoints
 from fedweave.federation.rounds import federate
 from fedweave.methods import build_method
 from fedweave.runs.course import BACK, BETTER, END, HALVINGS, ON, ended, follow, judge, rounds_left
-from fedweave.runs.folder import Progress
+from fedweave.runs.folder import Progress, RunFolder
 from fedweave.training.lockstep import LaneGroup
 from tests.federations import changed, make_engine
 from tests.helpers import events, read_json
@@ -113,9 +112,9 @@ def test_a_run_goes_back_says_so_and_ends_early(tmp_path, small, capsys):
 def test_the_state_goes_back_and_is_tested_once(tiny_run):
     """Where the last round is undone, the last state is the best one."""
     folder = tiny_run(*HARMFUL, "training.rounds=1")
-    first, last = (load_checkpoint(path) for path in round_checkpoints(folder / "checkpoints"))
-    assert all(torch.equal(tensor, last[0][name]) for name, tensor in first[0].items())
-    assert (first[1]["pace"], last[1]["pace"], last[1]["setbacks"]) == (1.0, 0.5, 1)
+    last, first = RunFolder(folder).snapshots()
+    assert all(torch.equal(tensor, last.tensors[name]) for name, tensor in first.tensors.items())
+    assert (first.meta["pace"], last.meta["pace"], last.meta["setbacks"]) == (1.0, 0.5, 1)
     test = read_json(folder / "summary.json")["test"]
     assert test["last"] == test["best"] and test["best"]["round"] == 0
 

@@ -20,20 +20,16 @@ from fedweave.runs.text import FEW_TASKS
 from fedweave.schema import Summary
 from fedweave.settings import flatten, to_tree
 
-_PLACES = (
-    "output",
-    "data.path",
-    "backbone.model",
-    "backbone.device",
-    "loggers",
-)  # of the machine, or said otherwise
+# of the machine, or said otherwise
+_PLACES = ("output", "data.path", "backbone.model", "backbone.device", "loggers")
 
 
 def read_record(path: Path) -> dict[str, Any]:
     """What the file holds so far."""
-    record: dict[str, Any] = read_json(path, dict) or {"cells": {}}
+    mend = "name another file in --record"
+    record: dict[str, Any] = read_json(path, dict, mend) or {"cells": {}}
     if not isinstance(record.get("cells"), dict):
-        raise UserError(f"--record {path} is no file of cells; name another.")
+        raise UserError(f"{path} is no file of cells; {mend}.")
     return record
 
 
