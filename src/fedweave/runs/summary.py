@@ -147,7 +147,9 @@ def _test(run: RunFolder, tester: Tester, progress: Progress, console: Console) 
             tester.config, tester.unseen_tasks, models, tester.unseen, console, predictions
         )
         test["unseen"]["round"] = progress.best_round
-    if all(torch.equal(own, progress.best.tensors()[name]) for name, own in progress.state.tensors().items()):
+    best, state = progress.best.tensors(), progress.state.tensors()
+    back = progress.setbacks and all(torch.equal(own, best[name]) for name, own in state.items())
+    if progress.best_round == progress.completed or back:
         test["last"] = test["best"]
     elif tester.config.evaluation.last:
         test["last"] = _evaluate(tester, progress.state, console)
