@@ -121,7 +121,7 @@ def test_memory_is_what_a_process_takes(small, tmp_path):
     argv = ["run", "quickstart", *small, f"output={tmp_path / 'run'}", "--quiet"]
     subprocess.run([sys.executable, "-c", command, *argv], check=True, timeout=600)
     memory = next(row for row in run_costs(read_run(tmp_path / "run")).spent if row.what == "peak memory")
-    assert memory.measured == pytest.approx(memory.predicted, rel=0.4)  # libraries differ from machine to machine
+    assert memory.measured == pytest.approx(memory.predicted, rel=0.25)  # libraries differ from machine to machine
 
 
 def test_an_unknown_precision_or_module_is_one_sentence(llama):

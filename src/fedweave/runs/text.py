@@ -29,7 +29,7 @@ def summary_text(summary: Summary, experts: Experts | None = None) -> str:
     if "best" in tested:
         bare = tested["untouched"]["loss"] if "untouched" in tested else None
         parts.append(results_table(tested["best"], summary["tasks"], bare))
-        if 1 < summary["experts"] and len(summary["tasks"]) <= FEW_TASKS:
+        if summary["experts"] > 1 and len(summary["tasks"]) <= FEW_TASKS:
             parts += ["", _routing(summary, tested["best"])]
         if "decided" in tested["best"]:
             parts += ["", f"routing decided: {decided_text(tested['best']['decided'])}"]
