@@ -1,9 +1,11 @@
 """Examples to tokens: rendering, truncation, and the span of tokens that the prompt feature averages.
 
-``plain`` renders the prompt, a blank line, ``Response:``, a space and the answer; ``chat`` renders the
-tokenizer's template. The feature averages the whole rendered prompt, as in the paper. A template's constant parts
-(system prompt, role marks) are the same for every example and can drown what differs: with
-``backbone.pool=content`` the feature averages the user's words alone.
+``plain`` renders the prompt, a blank line, ``Response:``, a space and the answer, and a conversation as such pairs
+one after another; ``chat`` renders the tokenizer's template. The feature averages the whole rendered prompt, as in
+the paper. A template's constant parts (system prompt, role marks) are the same for every example and can drown what
+differs: with ``backbone.pool=content`` the feature averages the user's words alone. Of a conversation the router
+reads the last user turn as if it were asked alone (``backbone.turns=last``): whatever was spoken of before, the
+expert is the one that this question would get.
 
 Too long? The prompt's words lose tokens from their beginning; the template and the answer stay whole.
 """
@@ -12,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, TypeVar
 
 import numpy as np
@@ -33,6 +35,12 @@ class EncodedPrompt:
     ids: np.ndarray  # [p]
     pool: tuple[int, int]  # span of ids that the feature averages
     truncated: bool
+    last_turn: EncodedPrompt | None = None  # of a conversation, where the router reads its last turn alone
+
+    @property
+    def routed(self) -> EncodedPrompt:
+        """What the router reads."""
+        return self.last_turn or self
 
 
 @dataclass(frozen=True)
@@ -53,6 +61,12 @@ class RefusedChat(UserError):
 
 
 RESPONSE = "\n\nResponse:"  # what follows a plain prompt
+SPEAKERS = {
+    "system": "System: ",
+    "user": "",
+    "assistant": "Response: ",
+    "tool": "Tool: ",
+}  # of a plain conversation
 
 
 class PromptFormat:
@@ -67,7 +81,7 @@ class PromptFormat:
             )
         self.tokenizer = tokenizer
         self.kind = config.prompt if config.prompt != "auto" else "chat" if has_template else "plain"
-        self.pool = config.pool
+        self.pool, self.turns = config.pool, config.turns
         self.max_length = config.max_length
         self.end_of_answer = config.end_of_answer
         self.end_id = self._end_token()
@@ -75,7 +89,9 @@ class PromptFormat:
     def settings(self) -> dict[str, str | int | None]:
         """What decides the tokens of a prompt; part of every cache key and fingerprint."""
         template = getattr(self.tokenizer, "chat_template", None) if self.kind == "chat" else None
-        return {"kind": self.kind, "pool": self.pool, "max_length": self.max_length, "template": template}
+        settings = {"kind": self.kind, "pool": self.pool, "max_length": self.max_length, "template": template}
+        # Unsaid where it is "last": models older than this key, trained on single questions, go on fitting.
+        return settings | ({"turns": self.turns} if self.turns != "last" else {})
 
     # ---------------------------------------------------------------------------------- rendering
 
@@ -99,7 +115,7 @@ class PromptFormat:
 
     def _write(self, prompt: Prompt) -> str:
         if self.kind == "plain":
-            return "\n\n".join(m["content"] for m in _turns(prompt)).rstrip() + RESPONSE
+            return write_plain(_turns(prompt))
         try:
             return self.tokenizer.apply_chat_template(_turns(prompt), tokenize=False, add_generation_prompt=True)
         except TemplateError as error:  # some know no system role, or insist on an order of roles
@@ -123,9 +139,19 @@ class PromptFormat:
 
     def encode_prompts(self, prompts: Sequence[Prompt]) -> list[EncodedPrompt]:
         """Tokens of prompts alone, as discovery, the router and generation read them."""
-        return [
-            self._fit(ids, span, self.max_length) for ids, span in self._tokenise(list(map(self.render, prompts)))
-        ]
+        return self._whole(prompts, self._tokenise(list(map(self.render, prompts))))
+
+    def _whole(
+        self, prompts: Sequence[Prompt], tokenised: Sequence[tuple[list[int], tuple[int, int]]]
+    ) -> list[EncodedPrompt]:
+        """Prompts within the greatest length, and beside each conversation its last turn."""
+        fitted = [self._fit(ids, span, self.max_length) for ids, span in tokenised]
+        if self.turns == "last":
+            alone = {i: turn for i, prompt in enumerate(prompts) if (turn := last_turn(prompt)) != prompt}
+            tokens = self._tokenise(list(map(self.render, alone.values())))
+            for i, (ids, span) in zip(alone, tokens, strict=True):
+                fitted[i] = replace(fitted[i], last_turn=self._fit(ids, span, self.max_length))
+        return fitted
 
     def encode_raw(self, text: str | Sequence[int]) -> EncodedPrompt:
         """A text, or tokens, exactly as given: no template, nothing cut."""
@@ -138,25 +164,21 @@ class PromptFormat:
         """Tokens of prompt and answer, as training and teacher-forced evaluation read them."""
         prompts = self._tokenise([self._row(self.render, e) for e in examples])
         answers = self._answers(examples)
-        out = []
+        joint = []
         for example, (ids, span), answer in zip(examples, prompts, answers, strict=True):
-            room = self.max_length - len(answer)
             try:
-                joint = self._fit(ids, span, room)
+                joint.append(self._fit(ids, span, self.max_length - len(answer)).ids)
             except LongAnswer:
                 raise LongAnswer(
                     f"{example.origin}: the answer has {len(answer)} tokens and leaves no room for its prompt "
                     f"within backbone.max_length={self.max_length}; shorten it, drop such rows with "
                     "data.long_answers=skip, or raise that length for a new run."
                 ) from None
-            out.append(
-                Encoded(
-                    prompt=self._fit(ids, span, self.max_length),
-                    ids=np.concatenate([joint.ids, np.array(answer, dtype=np.int32)]),
-                    answer_start=len(joint.ids),
-                )
-            )
-        return out
+        alone = self._whole([e.prompt for e in examples], prompts)
+        return [
+            Encoded(prompt, np.concatenate([ids, np.array(answer, dtype=np.int32)]), len(ids))
+            for prompt, ids, answer in zip(alone, joint, answers, strict=True)
+        ]
 
     def encode_fitting(
         self, rows: Sequence[Example], long_answers: str, warn: Callable[[str], None]
@@ -231,3 +253,24 @@ class PromptFormat:
 
 def _turns(prompt: Prompt) -> list[Message]:
     return [{"role": "user", "content": prompt}] if isinstance(prompt, str) else list(prompt)
+
+
+def write_plain(turns: Sequence[Message]) -> str:
+    """Turns without a template: what the system says first and what the user says stand as they are, an answer
+    stands behind ``Response:`` as in training, and any other speaker is named."""
+    spoken = [
+        ("" if i == 0 and m["role"] == "system" else SPEAKERS[m["role"]]) + m["content"]
+        for i, m in enumerate(turns)
+    ]
+    return "\n\n".join(spoken).rstrip() + RESPONSE
+
+
+def last_turn(prompt: Prompt) -> Prompt:
+    """The last question of a conversation as if asked alone, behind the system prompt where there is one."""
+    if isinstance(prompt, str):
+        return prompt
+    asked = [i for i, m in enumerate(prompt) if m["role"] == "user"]
+    if not asked:
+        return prompt
+    system = [m for m in prompt[: asked[-1]] if m["role"] == "system"][:1]
+    return (*system, prompt[asked[-1]])
