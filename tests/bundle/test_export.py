@@ -116,7 +116,7 @@ def test_adapters_carry_what_vllm_asks_for(bundle, model_folder):
     for folder in sorted(bundle.glob("expert_*")):
         config = read_json(folder / "adapter_config.json")
         assert config["peft_type"] == "LORA"
-        assert config["base_model_name_or_path"] == str(model_folder("llama"))
+        assert config["base_model_name_or_path"] == model_folder("llama").name
         assert isinstance(config["r"], int) and isinstance(config["lora_alpha"], int)
         assert config["bias"] == "none" and not config["modules_to_save"]
         assert not config["use_dora"] and not config["use_rslora"]

@@ -37,6 +37,24 @@ def test_answers_equal_whole_batch_decoding(make_model, family):
     assert len({a.expert for a in ours}) > 1, "one expert for all would test nothing"
 
 
+def test_an_adapter_may_be_asked_for_by_name(model):
+    """An expert, or none: the bare backbone, beside experts in the same batch."""
+    encoded = model.backbone.prompts.encode_prompts(PROMPTS)
+    bare = generate(model.backbone, encoded, 12)
+    answers = model.generate(PROMPTS, adapter="base", max_new_tokens=12)
+    assert [a.text for a in answers] == [t.rstrip("\ufffd").strip() for t in bare]
+    assert {(a.expert, a.adapter) for a in answers} == {(-1, "base")}
+    gates = torch.eye(3)[1].expand(len(PROMPTS), 3)
+    second = generate(model.backbone, encoded, 12, model.mixture, model.theta, gates)
+    answers = model.generate(PROMPTS, adapter="expert_1", max_new_tokens=12)
+    assert [a.text for a in answers] == [t.rstrip("\ufffd").strip() for t in second]
+    assert "".join(model.stream(PROMPTS[0], adapter="expert_1", max_new_tokens=12)) == answers[0].text
+    with pytest.raises(
+        UserError, match="there is no adapter 'shared'; there are expert_0, expert_1, expert_2, base"
+    ):
+        model.generate(PROMPTS, adapter="shared")
+
+
 def test_rows_that_join_and_leave_change_nothing_for_the_others(model):
     """Prompts of different budgets squeezed through two rows, joining whenever one is free."""
     encoded = model.backbone.prompts.encode_prompts(PROMPTS)

@@ -51,7 +51,7 @@ def running(
 
     async def main() -> None:
         backend = Gateway(model, limits, upstream) if upstream else LocalBackend(model, limits)
-        app = build_app(Api(model.backbone, model.mixture.layout.experts, backend, limits, told), key)
+        app = build_app(Api(model.backbone, model.experts.choices, backend, limits, told), key)
         server = uvicorn.Server(uvicorn.Config(app, log_level="warning", ws="none", timeout_graceful_shutdown=2))
         ready.append((server, backend))
         await server.serve(sockets=[listener])

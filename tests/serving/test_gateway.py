@@ -35,7 +35,7 @@ def test_answers_are_those_of_the_model(gateway, twin):
         assert answer.fedweave["weights"] == pytest.approx(expected.weights, abs=1e-4)
         assert answer.usage.completion_tokens > 0
     forced = gateway.client().chat.completions.create(**{**ask(PROMPTS[0], max_tokens=12), "model": "expert_1"})
-    assert forced.fedweave == {"expert": 1, "weights": None, "routing": "sparse"}
+    assert (forced.fedweave["expert"], forced.fedweave["weights"]) == (1, None)
 
 
 def test_streams_pass_through_piece_by_piece(gateway, twin):

@@ -20,7 +20,7 @@ from tests.serving.conftest import LIMITS, ask, running
 def test_models(server, twin):
     experts = twin.mixture.layout.experts
     names = [m.id for m in server.client().models.list()]
-    assert names == ["fedweave", *(f"expert_{m}" for m in range(experts))]
+    assert names == ["fedweave", *(f"expert_{m}" for m in range(experts)), "base"]
     assert server.client().models.retrieve("expert_0").id == "expert_0"
 
 
@@ -56,7 +56,8 @@ def test_a_model_name_forces_an_expert(server, twin):
         answer = server.client().chat.completions.create(
             **{**ask(PROMPTS[0], max_tokens=12), "model": f"expert_{m}"}
         )
-        assert answer.fedweave == {"expert": m, "weights": None, "routing": "sparse"}
+        told = {"expert": m, "adapter": f"expert_{m}", "weights": None, "doubt": None, "routing": "sparse"}
+        assert answer.fedweave == told
         texts.add(answer.choices[0].message.content)
     assert len(texts) > 1
 
@@ -274,7 +275,7 @@ def test_a_chat_template_decides_what_messages_may_be(chat_tokenizer, model_fold
         (tmp_path / file).write_bytes((model_folder("llama") / file).read_bytes())
     (tmp_path / "chat_template.jinja").write_text(refusing)
     backbone = load_backbone(BackboneConfig(model=str(tmp_path), device="cpu", max_length=64))
-    api = Api(backbone, 1, LocalBackend.__new__(LocalBackend), LIMITS)
+    api = Api(backbone, ["expert_0"], LocalBackend.__new__(LocalBackend), LIMITS)
     turns = [("system", "Be brief."), ("user", "Hi"), ("assistant", "Hello"), ("user", "How many?")]
     body = ChatRequest(model="fedweave", messages=[{"role": r, "content": c} for r, c in turns])
     text = backbone.tokenizer.decode(api.encode(body)[0].ids)

@@ -6,6 +6,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from fedweave.backbone.catalog import public_name
 from fedweave.config import Config
 from fedweave.description.record import Experts, title
 from fedweave.description.text import short
@@ -24,16 +25,22 @@ class Origin:
     clients: int
     summary: Summary | None  # None until the run has ended
     validation: ValidationEvent | None  # of that round, where one was measured
+    base: str  # what others call the backbone
+
+
+def base_model(description: Description) -> str:
+    """What others call a bundle's backbone; bundles of earlier versions do not say."""
+    return description.get("base_model") or public_name(str(description["backbone"]["model"]))
 
 
 def model_card(model: FedWeaveModel, origin: Origin, told: Experts | None = None) -> str:
     config, layout = origin.config, model.mixture.layout
     shared = f", each with the shared adapter of rank {layout.shared} in it," if layout.shared else ""
     lines = [
-        *_head(config.backbone.model, "peft"),
+        *_head(origin.base, "peft"),
         "# A FedWeave model",
         "",
-        f"{layout.experts} LoRA experts of rank {layout.rank}{shared} on {config.backbone.model}, trained by "
+        f"{layout.experts} LoRA experts of rank {layout.rank}{shared} on {origin.base}, trained by "
         f"federated learning (method `{config.method}`, {origin.clients} clients, round {origin.round}), and a "
         "router that picks an expert for every prompt.",
         "",
@@ -41,13 +48,13 @@ def model_card(model: FedWeaveModel, origin: Origin, told: Experts | None = None
         *_data(origin),
         *_results(origin, model.backbone.note),
         *_privacy(config),
-        *_loading(config, model),
+        *_loading(origin.base, model),
     ]
     return "\n".join(lines)
 
 
 def soft_card(description: Description, weights: Sequence[float]) -> str:
-    model = str(description["backbone"]["model"])
+    model = base_model(description)
     mixture = ", ".join(f"{w:g} × expert {m}" for m, w in enumerate(weights))
     rank = description["rank"] * description["experts"] + description.get("shared", 0)
     lines = [
@@ -63,7 +70,7 @@ def soft_card(description: Description, weights: Sequence[float]) -> str:
 
 
 def merged_card(description: Description, expert: int, prompt: str) -> str:
-    model = str(description["backbone"]["model"])
+    model = base_model(description)
     rendering = (
         "the tokenizer's chat template"
         if prompt == "chat"
@@ -186,7 +193,7 @@ def _privacy(config: Config) -> list[str]:
     ]
 
 
-def _loading(config: Config, model: FedWeaveModel) -> list[str]:
+def _loading(base: str, model: FedWeaveModel) -> list[str]:
     layout = model.mixture.layout
     return [
         "## Loading it",
@@ -200,11 +207,11 @@ def _loading(config: Config, model: FedWeaveModel) -> list[str]:
         'model.generate(["…"])',
         "```",
         "",
-        *_peft(config.backbone.model, "PATH/expert_0"),
+        *_peft(base, "PATH/expert_0"),
         "All experts in vLLM, chosen by name, or by the router with `fedweave serve PATH --upstream URL` in front:",
         "",
         "```bash",
-        vllm_command(config.backbone.model, model.experts.adapter_names, layout.rank + layout.shared),
+        vllm_command(base, model.experts.adapter_names, layout.rank + layout.shared),
         "```",
         "",
     ]

@@ -112,6 +112,7 @@ def describe(model: FedWeaveModel, origin: Origin) -> Description:
         "round": origin.round,
         "seed": config.seed,
         "backbone": to_tree(config.backbone),
+        "base_model": origin.base,
         "fingerprint": model.backbone.fingerprint,
         "experts": layout.experts,
         "rank": layout.rank,

@@ -6,7 +6,7 @@ import argparse
 import os
 from pathlib import Path
 
-from fedweave.cli.verbs import Verbs, checkpoint, last
+from fedweave.cli.verbs import Verbs, backbone, checkpoint, doubt, last
 from fedweave.console import Console
 from fedweave.description.record import LEVELS
 from fedweave.errors import UserError
@@ -24,6 +24,11 @@ def register(verbs: Verbs) -> None:
         help="instead: one adapter for a fixed mixture, as in 0.5,0.3,0.2",
     )
     telling(export, "the bundle and its card tell")
+    export.add_argument(
+        "--base-model", metavar="NAME", help="what others call the backbone, as owner/name (for the card and PEFT)"
+    )
+    backbone(export)
+    doubt(export)
     last(export)
     checkpoint(export)
     push = verbs.add("push", _push, "Upload a bundle to a repository of the Hugging Face hub.")
@@ -43,7 +48,8 @@ def register(verbs: Verbs) -> None:
         "--upstream", metavar="URL", help="only route, and let this server answer, which has the experts"
     )
     serve.add_argument("--upstream-key", help="its key (default: the environment's FEDWEAVE_UPSTREAM_KEY)")
-    serve.add_argument("--backbone", metavar="MODEL", help="where the backbone lies, if elsewhere than trained")
+    backbone(serve)
+    doubt(serve)
     serve.add_argument("--device", default="auto", help="auto, cpu, cuda or cuda:N")
     telling(serve, "the page of a served run tells (a bundle's: what it was exported with)")
     last(serve)
@@ -71,14 +77,19 @@ def _export(arguments: argparse.Namespace, console: Console) -> None:
     source, target, which = arguments.folder, arguments.target, (arguments.last, arguments.checkpoint)
     if arguments.describe and (arguments.merge is not None or arguments.soft is not None):
         raise UserError("--describe is for bundles: one adapter or one dense model has no experts to describe.")
+    if arguments.doubt is not None and (arguments.merge is not None or arguments.soft is not None):
+        raise UserError("--doubt is for bundles: one adapter or one dense model has no router.")
+    names = {"model": arguments.backbone, "base": arguments.base_model}
     if arguments.merge is not None:
-        export_merged(source, target, arguments.merge, *which)
+        export_merged(source, target, arguments.merge, *which, **names)
         console.say(f"{target}: a dense model with expert {arguments.merge}; its logits are those of the expert.")
     elif arguments.soft is not None:
-        export_soft(source, target, _weights(arguments.soft), *which)
+        export_soft(source, target, _weights(arguments.soft), *which, **names)
         console.say(f"{target}: one adapter for the mixture; PEFT gives the same logits with it.")
     else:
-        written = export_run(source, target, *which, arguments.describe)
+        written = export_run(source, target, *which, arguments.describe, **names, doubt=arguments.doubt)
+        if "/" not in written.get("base_model", ""):
+            console.warn("the card cannot say where others find the backbone; --base-model owner/name would.")
         experts, rounds = written["experts"], written["round"]
         router = ", and their router" if written["router"] else ""
         console.say(f"{target}: {experts} experts of round {rounds}{router}; PEFT gives the same logits with each.")
@@ -116,4 +127,5 @@ def _serve(arguments: argparse.Namespace, console: Console) -> None:
     )
     limits = Limits(arguments.max_batch, arguments.max_queue, arguments.max_new_tokens, arguments.max_body)
     where = {"last": arguments.last, "checkpoint": arguments.checkpoint, "device": arguments.device}
-    serve(lambda: load(arguments.folder, model=arguments.backbone, **where), settings, limits, console)
+    where |= {"model": arguments.backbone, "doubt": arguments.doubt}
+    serve(lambda: load(arguments.folder, **where), settings, limits, console)

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from fedweave.cli.rows import output, require_target, write_rows
-from fedweave.cli.verbs import Verbs, checkpoint, last, overrides, quiet
+from fedweave.cli.verbs import Verbs, backbone, checkpoint, doubt, last, overrides, quiet
 from fedweave.console import Console
 from fedweave.errors import UserError
 from fedweave.schema import Prediction
@@ -24,6 +24,7 @@ def register(verbs: Verbs) -> None:
     overrides(evaluate)
     evaluate.add_argument("--data", type=Path, help="a file of prompt/response or messages rows")
     output(evaluate, "every row with its answer, score, loss and router weights")
+    backbone(evaluate)
     last(evaluate)
     checkpoint(evaluate)
     quiet(evaluate)
@@ -41,6 +42,9 @@ def register(verbs: Verbs) -> None:
     generate.add_argument("--top-p", type=float, help="with --temperature: nucleus sampling")
     generate.add_argument("--seed", type=int, help="with --temperature: repeat the same draw")
     generate.add_argument("--stop", action="append", metavar="TEXT", help="end an answer before this text")
+    generate.add_argument("--adapter", metavar="NAME", help="expert_0, …, shared or base answers, not the router's")
+    backbone(generate)
+    doubt(generate)
     last(generate)
     checkpoint(generate)
 
@@ -51,7 +55,7 @@ def _evaluate(arguments: argparse.Namespace, console: Console) -> None:
     require_target(arguments.output)
     rows: list[Prediction] = []
     where = arguments.folder, arguments.overrides, arguments.data, arguments.last
-    print(evaluate(*where, console, arguments.checkpoint, rows))
+    print(evaluate(*where, console, arguments.checkpoint, rows, arguments.backbone))
     if arguments.output:
         write_rows(arguments.output, rows)
         console.say(f"{arguments.output}: {len(rows)} rows.")
@@ -75,15 +79,16 @@ def _generate(arguments: argparse.Namespace, console: Console) -> None:
     Sampling.of(options)  # complain before the model loads
     require_target(arguments.output)
     rows = _asked(arguments)
-    model = load(arguments.folder, last=arguments.last, checkpoint=arguments.checkpoint)
+    which = {"last": arguments.last, "checkpoint": arguments.checkpoint}
+    model = load(arguments.folder, model=arguments.backbone, doubt=arguments.doubt, **which)
     prompts = [prompt for _, prompt in rows]
     bar = console.progress("answers", len(rows), "prompts") if arguments.data else None
-    answers = model.generate(prompts, arguments.routing, bar, **options)
+    answers = model.generate(prompts, arguments.routing, bar, arguments.adapter, **options)
     if bar:
         bar.close()
     if arguments.output:
         said = [
-            {**row, "answer": a.text, "expert": a.expert, "weights": a.weights, "ended": a.ended}
+            {**row, "answer": a.text, **{name: told for name, told in vars(a).items() if name != "text"}}
             for (row, _), a in zip(rows, answers, strict=True)
         ]
         write_rows(arguments.output, said)
@@ -92,7 +97,8 @@ def _generate(arguments: argparse.Namespace, console: Console) -> None:
     for prompt, answer in zip(prompts, answers, strict=True):
         asked = prompt if isinstance(prompt, str) else prompt[-1]["content"]
         bars = "  ".join(f"{m}:{w:.2f}" for m, w in enumerate(answer.weights))
-        console.say(f"[{asked}]  expert {answer.expert}  ({bars})")
+        strange = f"  doubt {answer.doubt:.2f}" if answer.doubt is not None else ""
+        console.say(f"[{asked}]  {answer.adapter.replace('_', ' ')}  ({bars}){strange}")
         print(answer.text)
 
 

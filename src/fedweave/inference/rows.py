@@ -31,7 +31,7 @@ class Row:
         self,
         backbone: Backbone,
         prompt: EncodedPrompt,
-        gates: torch.Tensor,  # [M]
+        gates: torch.Tensor,  # [M], or [M + R/r] where they speak of what experts share
         sampling: Sampling,
         number: int = 0,
         trim: bool = True,
@@ -151,8 +151,9 @@ class RunningBatch:
         return self.backbone.logits(hidden)
 
     def _gates(self, rows: list[Row]) -> torch.Tensor:
-        """[rows, M] on the host."""
-        return torch.stack([row.gates for row in rows])
+        """[rows, M + R/r] on the host."""
+        every = self.mixture.layout.all_gates if self.mixture else lambda gates: gates
+        return torch.stack([every(row.gates) for row in rows])
 
     def _experts(self, gates: torch.Tensor) -> AbstractContextManager[None]:
         """A pass with every row's own gates, broadcastable to its tokens; without a mixture the bare backbone."""

@@ -3,13 +3,13 @@
 import asyncio
 import time
 from collections.abc import AsyncIterator, Awaitable
+from dataclasses import asdict
 from typing import TypeVar
 
 from fastapi import Request
 from fastapi.responses import StreamingResponse
 from starlette.types import Receive, Scope, Send
 
-from fedweave.router.routed import adapter_name
 from fedweave.serving.guard import Metrics
 from fedweave.serving.jobs import Answering, Ended, Event, Piece, Routed
 from fedweave.serving.protocol import ApiError, Json, Reply, event, usage
@@ -38,7 +38,7 @@ class Answers:
     @property
     def fedweave(self) -> object:
         """Who answers: an object, or a list of them where several prompts were sent."""
-        told = [{"expert": r.expert, "weights": r.weights, "routing": self.routing} for r in self.routed]
+        told = [asdict(r) | {"routing": self.routing} for r in self.routed]
         return told[0] if len(told) == 1 else told
 
     async def whole(self) -> Json:
@@ -86,7 +86,9 @@ class Answers:
         self.metrics.tokens.labels("prompt").inc(self.prompt_tokens)
         self.metrics.tokens.labels("completion").inc(tokens)
         for routed in self.routed:
-            self.metrics.answers.labels(adapter_name(routed.expert)).inc()
+            self.metrics.answers.labels(routed.adapter).inc()
+            if routed.doubt is not None and routed.doubt > 1:
+                self.metrics.unfamiliar.inc()
 
 
 class EventStream(StreamingResponse):

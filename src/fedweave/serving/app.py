@@ -24,24 +24,24 @@ ROUTED = "fedweave"  # the model name that leaves the choice to the router
 
 class Api:
     def __init__(
-        self, backbone: Backbone, experts: int, backend: Backend, limits: Limits, told: Experts | None = None
+        self, backbone: Backbone, adapters: list[str], backend: Backend, limits: Limits, told: Experts | None = None
     ):
         self.backbone, self.backend, self.limits = backbone, backend, limits
         self.told = {
             f"expert_{m}": {"fedweave": expert} for m, expert in enumerate(told["experts"] if told else [])
         }
-        self.names = [ROUTED, *(f"expert_{m}" for m in range(experts))]
+        self.names = [ROUTED, *adapters]
         self.metrics = Metrics(backend)
         self.started = int(time.time())
 
     # ---------------------------------------------------------------------------------- requests
 
-    def expert(self, name: str) -> int | None:
-        """The expert that a model name forces; None: the router's choice."""
+    def adapter(self, name: str) -> str | None:
+        """The adapter that a model name forces; None: the router's choice."""
         if name not in self.names:
             known = ", ".join(self.names)
             raise ApiError(404, f"model {name!r} is not served here; there are {known}.", "model_not_found")
-        return None if name == ROUTED else self.names.index(name) - 1
+        return None if name == ROUTED else name
 
     def encode(self, body: CommonRequest) -> list[EncodedPrompt]:
         """Prompts as tokens. One that is too long is refused: a server must not answer half of a question."""
@@ -63,12 +63,12 @@ class Api:
 
     async def respond(self, request: Request, kind: Literal["chat", "text"], body: CommonRequest) -> Response:
         started = time.monotonic()
-        expert = self.expert(body.model)
+        adapter = self.adapter(body.model)
         sampling = body.sampling(self.limits.max_new_tokens)
         prompts = await run_in_threadpool(self.encode, body)
         if len(prompts) > self.limits.max_batch:
             raise UserError(f"prompt: at most {self.limits.max_batch} prompts in one request.")
-        jobs = [Job(prompt, sampling, expert, body.routing, trim=kind == "chat") for prompt in prompts]
+        jobs = [Job(prompt, sampling, adapter, body.routing, trim=kind == "chat") for prompt in prompts]
         answerings = self.backend.submit(jobs)
         answer = Answers(self.metrics, Reply(kind, body.model), answerings, body.routing, started)
         try:
@@ -96,7 +96,7 @@ class Api:
 
     async def health(self) -> JSONResponse:
         problem = await self.backend.problem()
-        facts = {"model": self.backbone.name, "experts": len(self.names) - 1}
+        facts = {"model": self.backbone.name, "experts": sum(name.startswith("expert_") for name in self.names)}
         facts |= {"max_prompt_tokens": self.backbone.prompts.max_length, "max_tokens": self.limits.max_new_tokens}
         load = {"running": self.backend.running, "waiting": self.backend.waiting}
         status = {"status": "ok"} if not problem else {"status": "unavailable", "reason": problem}
@@ -127,7 +127,7 @@ def build_app(api: Api, key: str | None = None) -> FastAPI:
 
     @app.get("/v1/models/{name}")
     async def model(name: str) -> Json:
-        api.expert(name)
+        api.adapter(name)
         return next(m for m in api.models() if m["id"] == name)
 
     @app.get("/metrics")

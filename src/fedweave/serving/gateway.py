@@ -17,7 +17,7 @@ import torch
 from fedweave.errors import UserError, first_line
 from fedweave.inference.model import FedWeaveModel
 from fedweave.inference.text import AnswerText
-from fedweave.router.routed import adapter_name, foremost
+from fedweave.router.routed import BASE, foremost
 from fedweave.serving.jobs import Answering, Ended, Job, Limits, Piece, Routed
 from fedweave.serving.protocol import ApiError, Json, busy
 
@@ -30,6 +30,9 @@ class _Chunk(TypedDict, total=False):
     error: object
 
 
+_Judged = tuple[list[float], float | None]  # a prompt's router weights and doubt
+
+
 class Gateway:
     def __init__(self, model: FedWeaveModel, limits: Limits, url: str, key: str | None = None):
         self.model, self.limits = model, limits
@@ -39,7 +42,7 @@ class Gateway:
         connections = httpx.Limits(max_connections=None, max_keepalive_connections=limits.max_batch)
         self._client = httpx.AsyncClient(base_url=self.url, headers=headers, timeout=timeout, limits=connections)
         self._tasks: set[asyncio.Task[None]] = set()
-        self._to_route: asyncio.Queue[tuple[Job, asyncio.Future[list[float]]]] = asyncio.Queue()
+        self._to_route: asyncio.Queue[tuple[Job, asyncio.Future[_Judged]]] = asyncio.Queue()
         self._slots = asyncio.Semaphore(limits.max_batch)
         self._router: asyncio.Task[None] | None = None
         self.running = 0
@@ -59,13 +62,25 @@ class Gateway:
     async def problem(self) -> str:
         """Reachable, and with every expert under its name."""
         try:
-            response = await self._client.get("/v1/models", timeout=5.0)
-            response.raise_for_status()
-            served = {entry["id"] for entry in response.json()["data"]}
+            served = await self._served()
         except (httpx.HTTPError, ValueError, KeyError, TypeError) as error:
             return f"the upstream {self.url} does not answer: {first_line(error)}"
         missing = [name for name in self.model.experts.adapter_names if name not in served]
         return f"the upstream {self.url} does not serve {missing[0]}" if missing else ""
+
+    async def _served(self) -> list[str]:
+        response = await self._client.get("/v1/models", timeout=5.0)
+        response.raise_for_status()
+        return [str(entry["id"]) for entry in response.json()["data"]]
+
+    async def _base(self) -> str:
+        """What the upstream calls the bare backbone: base, its own name, or else the first that is no adapter."""
+        served = await self._served()
+        known = [name for name in (BASE, self.model.backbone.name) if name in served]
+        others = [name for name in served if name not in self.model.experts.choices]
+        if not known and not others:
+            raise ApiError(502, f"the upstream {self.url} does not serve the bare backbone.")
+        return (known or others)[0]
 
     def submit(self, jobs: Sequence[Job]) -> list[Answering]:
         if any(job.routing != "sparse" for job in jobs):
@@ -107,30 +122,34 @@ class Gateway:
                 asked.append(self._to_route.get_nowait())
             prompts = [job.prompt for job, _ in asked]
             try:
-                weights = await loop.run_in_executor(None, self.model.route_encoded, prompts)
+                weights, doubts = await loop.run_in_executor(None, self.model.judge, prompts)
             except Exception as error:
                 for _, future in asked:
                     if not future.done():
                         future.set_exception(ApiError(500, f"routing failed: {first_line(error)}."))
                 continue
-            for (_, future), row in zip(asked, weights.tolist(), strict=True):
+            for (_, future), row, doubt in zip(asked, weights.tolist(), doubts, strict=True):
                 if not future.done():  # the client may have gone
-                    future.set_result(row)
+                    future.set_result((row, doubt))
 
     # ---------------------------------------------------------------------------------- forwarding
 
     async def _ask(self, job: Job, answering: Answering) -> None:
-        expert, weights = job.expert, None
-        if expert is None:
-            future: asyncio.Future[list[float]] = asyncio.get_running_loop().create_future()
+        experts = self.model.experts
+        if job.adapter is None:
+            future: asyncio.Future[_Judged] = asyncio.get_running_loop().create_future()
             self._to_route.put_nowait((job, future))
-            weights = await future
+            weights, doubt = await future
             expert = foremost(torch.tensor(weights))
+            routed = Routed(expert, experts.adapter(expert), weights, doubt)
+        else:
+            routed = Routed(experts.only(job.adapter)[0], job.adapter)
+        name = await self._base() if routed.adapter == BASE else routed.adapter
         text = AnswerText(self.model.backbone.tokenizer, trim=job.trim)
         reason, tokens, begun = "stop", 0, False
-        async for chunk in self._chunks(self._request(job, expert)):
+        async for chunk in self._chunks(self._request(job, name)):
             if not begun:  # the upstream has accepted
-                answering.tell(Routed(expert, weights))
+                answering.tell(routed)
                 begun = True
             if used := chunk.get("usage"):
                 tokens = used["completion_tokens"]
@@ -144,10 +163,10 @@ class Gateway:
             answering.tell(Piece(rest))
         answering.tell(Ended(reason, tokens))
 
-    def _request(self, job: Job, expert: int) -> Json:
+    def _request(self, job: Job, name: str) -> Json:
         sampling = job.sampling
         request = {
-            "model": adapter_name(expert),
+            "model": name,
             "prompt": job.prompt.ids.tolist(),
             "max_tokens": sampling.max_new_tokens,
             "temperature": sampling.temperature if sampling.do_sample else 0,

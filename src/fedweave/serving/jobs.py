@@ -22,21 +22,24 @@ class Limits:
 
 @dataclass(frozen=True)
 class Job:
-    """One prompt with its options; ``expert`` forces one, None lets the router choose."""
+    """One prompt with its options; ``adapter`` forces one by name, None lets the router choose."""
 
     prompt: EncodedPrompt
     sampling: Sampling
-    expert: int | None = None
+    adapter: str | None = None
     routing: str = "sparse"
     trim: bool = True  # drop blanks around the answer
 
 
 @dataclass(frozen=True)
 class Routed:
-    """The answer begins: which expert has the largest weight, and all weights (None when one was forced)."""
+    """The answer begins: which expert has the largest weight (-1: none), the adapter that answers, and what the
+    router said (None when it was not asked)."""
 
     expert: int
-    weights: list[float] | None
+    adapter: str
+    weights: list[float] | None = None
+    doubt: float | None = None
 
 
 @dataclass(frozen=True)

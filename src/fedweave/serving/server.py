@@ -48,7 +48,7 @@ async def _serve(
         backend = Gateway(model, limits, settings.upstream, settings.upstream_key)
         if problem := await backend.problem():
             console.warn(f"{problem}; requests will fail until it does.")
-    app = build_app(Api(model.backbone, experts, backend, limits, settings.told), settings.key)
+    app = build_app(Api(model.backbone, model.experts.choices, backend, limits, settings.told), settings.key)
     host, port = listener.getsockname()[:2]
     console.say(f"{experts} experts on {model.backbone.name}; http://{host}:{port} (API at /v1, Ctrl-C stops)")
     config = uvicorn.Config(app, log_level="warning", access_log=False, ws="none", timeout_graceful_shutdown=10)
