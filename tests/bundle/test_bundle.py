@@ -55,7 +55,8 @@ def test_bundle_holds_what_it_promises(bundle, trained, says, complains):
     description = read_json(bundle / "fedweave.json")
     experts = [f"expert_{m}/{file}" for m in range(description["experts"])
                for file in ("adapter_config.json", "adapter_model.safetensors")]  # fmt: skip
-    assert set(description["files"]) == {"router.safetensors", *experts}
+    tokenizer = {"tokenizer.json", "tokenizer_config.json", "chat_template.jinja"}
+    assert set(description["files"]) == {"router.safetensors", *experts, *tokenizer}
     assert {p.stat().st_mode & 0o777 for p in bundle.rglob("*.safetensors")} == {
         (bundle / "README.md").stat().st_mode & 0o777
     }

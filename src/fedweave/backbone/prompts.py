@@ -258,6 +258,9 @@ def _turns(prompt: Prompt) -> list[Message]:
 def write_plain(turns: Sequence[Message]) -> str:
     """Turns without a template: what the system says first and what the user says stand as they are, an answer
     stands behind ``Response:`` as in training, and any other speaker is named."""
+    for m in turns:
+        if m["role"] not in SPEAKERS:
+            raise RefusedChat(f"messages: a role is one of {', '.join(SPEAKERS)}, not {m['role']!r}.")
     spoken = [
         ("" if i == 0 and m["role"] == "system" else SPEAKERS[m["role"]]) + m["content"]
         for i, m in enumerate(turns)
