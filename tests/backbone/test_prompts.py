@@ -132,7 +132,7 @@ def test_the_router_reads_the_last_turn_as_if_it_were_asked_alone(make_format):
 
 def test_single_turns_and_all_turns_are_read_as_they_are(make_format):
     for prompt in (ASK, TURNS[-1:], (TURNS[0], TURNS[-1])):
-        assert make_format().encode_prompts([prompt])[0].last_turn is None
+        assert make_format().encode_prompts([prompt])[0].asked is None
     (chat,) = make_format(turns="all").encode_prompts([TURNS])
     assert chat.routed is chat
     assert make_format(turns="all").settings() != make_format().settings()

@@ -37,6 +37,15 @@ def test_a_chat_answer_is_the_models_own(server, twin):
         assert answer.fedweave["weights"] == pytest.approx(expected.weights, abs=1e-4)
 
 
+def test_a_prompt_longer_than_training_is_answered_whole(server, twin):
+    text = "Ben has 3 coins and finds 4 more. " * 30
+    encoded = twin.backbone.prompts.encode_prompts([text], 464)[0]
+    assert len(encoded.ids) > 128 and httpx.get(f"{server.url}/health").json()["max_prompt_tokens"] == 464
+    answer = server.client().chat.completions.create(**ask(text, max_tokens=8))
+    assert answer.usage.prompt_tokens == len(encoded.ids)
+    assert answer.choices[0].message.content == twin.generate([text], max_new_tokens=8)[0].text
+
+
 def test_a_stream_is_the_same_answer_in_pieces(server, twin):
     expected = twin.generate(PROMPTS[:1], max_new_tokens=16)[0]
     stream = server.client().chat.completions.create(
@@ -124,7 +133,7 @@ def test_stop_strings_sampling_and_seeds(server, twin):
         (ask("Hi", tools=[{"type": "function"}]), 400, "tools: not offered"),
         (ask("Hi", logprobs=True), 400, "logprobs: not offered"),
         (ask("Hi", routing="best"), 400, "routing"),
-        (ask("word " * 300), 400, "longer than 128 tokens"),
+        (ask("word " * 700), 400, "longer than 464 tokens"),
         (b'{"model": "fedweave", "messages": [{"role": "user", "content": "\\ud800"}]}', 400, "messages"),
         (b"[" * 10_000, 400, "body"),
         ({**ask("Hi"), "model": "gpt-9"}, 404, "'gpt-9' is not served here"),

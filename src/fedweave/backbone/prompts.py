@@ -35,12 +35,12 @@ class EncodedPrompt:
     ids: np.ndarray  # [p]
     pool: tuple[int, int]  # span of ids that the feature averages
     truncated: bool
-    last_turn: EncodedPrompt | None = None  # of a conversation, where the router reads its last turn alone
+    asked: EncodedPrompt | None = None  # the last turn, and no longer than in training, where that is less
 
     @property
     def routed(self) -> EncodedPrompt:
         """What the router reads."""
-        return self.last_turn or self
+        return self.asked or self
 
 
 @dataclass(frozen=True)
@@ -137,28 +137,35 @@ class PromptFormat:
     def _ids(self, texts: list[str], special: bool) -> list[list[int]]:
         return self.tokenizer(texts, add_special_tokens=special)["input_ids"] if texts else []
 
-    def encode_prompts(self, prompts: Sequence[Prompt]) -> list[EncodedPrompt]:
-        """Tokens of prompts alone, as discovery, the router and generation read them."""
-        return self._whole(prompts, self._tokenise(list(map(self.render, prompts))))
+    def encode_prompts(self, prompts: Sequence[Prompt], room: int | None = None) -> list[EncodedPrompt]:
+        """Tokens of prompts alone, as discovery, the router and generation read them; at most as many as in
+        training, or ``room``."""
+        return self._whole(prompts, self._tokenise(list(map(self.render, prompts))), room or self.max_length)
 
     def _whole(
-        self, prompts: Sequence[Prompt], tokenised: Sequence[tuple[list[int], tuple[int, int]]]
+        self, prompts: Sequence[Prompt], tokenised: Sequence[tuple[list[int], tuple[int, int]]], room: int
     ) -> list[EncodedPrompt]:
-        """Prompts within the greatest length, and beside each conversation its last turn."""
-        fitted = [self._fit(ids, span, self.max_length) for ids, span in tokenised]
+        """Prompts of at most ``room`` tokens, each with what the router reads of it."""
+        fitted = [self._fit(ids, span, room) for ids, span in tokenised]
+        for i, (ids, span) in enumerate(tokenised):
+            if len(fitted[i].ids) > self.max_length:
+                fitted[i] = replace(fitted[i], asked=self._fit(ids, span, self.max_length))
         if self.turns == "last":
             alone = {i: turn for i, prompt in enumerate(prompts) if (turn := last_turn(prompt)) != prompt}
             tokens = self._tokenise(list(map(self.render, alone.values())))
             for i, (ids, span) in zip(alone, tokens, strict=True):
-                fitted[i] = replace(fitted[i], last_turn=self._fit(ids, span, self.max_length))
+                fitted[i] = replace(fitted[i], asked=self._fit(ids, span, self.max_length))
         return fitted
 
-    def encode_raw(self, text: str | Sequence[int]) -> EncodedPrompt:
-        """A text, or tokens, exactly as given: no template, nothing cut."""
+    def encode_raw(self, text: str | Sequence[int], room: int | None = None) -> EncodedPrompt:
+        """A text, or tokens, exactly as given: no template, nothing cut, but marked where it has more than ``room``
+        tokens. The router reads as much of its end as it did in training."""
         ids = self._ids([text], special=True)[0] if isinstance(text, str) else list(text)
         if ids and not 0 <= min(ids) <= max(ids) < len(self.tokenizer):
             raise UserError(f"a prompt's token ids must lie between 0 and {len(self.tokenizer) - 1}.")
-        return EncodedPrompt(np.array(ids, dtype=np.int32), (0, len(ids)), len(ids) > self.max_length)
+        whole, end = np.array(ids, dtype=np.int32), min(len(ids), self.max_length)
+        asked = EncodedPrompt(whole[-end:], (0, end), True) if end < len(ids) else None
+        return EncodedPrompt(whole, (0, len(ids)), len(ids) > (room or self.max_length), asked)
 
     def encode(self, examples: Sequence[Example]) -> list[Encoded]:
         """Tokens of prompt and answer, as training and teacher-forced evaluation read them."""
@@ -174,7 +181,7 @@ class PromptFormat:
                     f"within backbone.max_length={self.max_length}; shorten it, drop such rows with "
                     "data.long_answers=skip, or raise that length for a new run."
                 ) from None
-        alone = self._whole([e.prompt for e in examples], prompts)
+        alone = self._whole([e.prompt for e in examples], prompts, self.max_length)
         return [
             Encoded(prompt, np.concatenate([ids, np.array(answer, dtype=np.int32)]), len(ids))
             for prompt, ids, answer in zip(alone, joint, answers, strict=True)

@@ -43,6 +43,12 @@ def register(verbs: Verbs) -> None:
     serve.add_argument("--max-batch", type=int, default=32, help="answers under way at a time")
     serve.add_argument("--max-queue", type=int, default=256, help="requests that may wait; more are told to retry")
     serve.add_argument("--max-new-tokens", type=int, default=512, help="longest answer")
+    serve.add_argument(
+        "--max-prompt",
+        type=int,
+        metavar="TOKENS",
+        help="longest prompt (default: the model's own length, up to 8192)",
+    )
     serve.add_argument("--max-body", type=int, default=1 << 20, metavar="BYTES", help="largest request")
     serve.add_argument(
         "--upstream", metavar="URL", help="only route, and let this server answer, which has the experts"
@@ -110,8 +116,8 @@ def _serve(arguments: argparse.Namespace, console: Console) -> None:
     except ImportError as error:
         raise UserError(f"serving needs {error.name}; install it with `pip install 'fedweave[serve]'`.") from None
 
-    for name in ("max_batch", "max_new_tokens", "max_body"):
-        if getattr(arguments, name) < 1:
+    for name in ("max_batch", "max_new_tokens", "max_body", "max_prompt"):
+        if (value := getattr(arguments, name)) is not None and value < 1:
             raise UserError(f"--{name.replace('_', '-')} must be at least 1.")
     if arguments.max_queue < 0:
         raise UserError("--max-queue must not be negative.")
@@ -125,7 +131,8 @@ def _serve(arguments: argparse.Namespace, console: Console) -> None:
         upstream_key=arguments.upstream_key or os.environ.get("FEDWEAVE_UPSTREAM_KEY"),
         told=told_experts(arguments.folder, arguments.describe),
     )
-    limits = Limits(arguments.max_batch, arguments.max_queue, arguments.max_new_tokens, arguments.max_body)
+    names = ("max_batch", "max_queue", "max_new_tokens", "max_body", "max_prompt")
+    limits = Limits(**{name: getattr(arguments, name) for name in names})
     where = {"last": arguments.last, "checkpoint": arguments.checkpoint, "device": arguments.device}
     where |= {"model": arguments.backbone, "doubt": arguments.doubt}
     serve(lambda: load(arguments.folder, **where), settings, limits, console)

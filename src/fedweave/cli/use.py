@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import sys
+import warnings
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -83,9 +84,12 @@ def _generate(arguments: argparse.Namespace, console: Console) -> None:
     model = load(arguments.folder, model=arguments.backbone, doubt=arguments.doubt, **which)
     prompts = [prompt for _, prompt in rows]
     bar = console.progress("answers", len(rows), "prompts") if arguments.data else None
-    answers = model.generate(prompts, arguments.routing, bar, arguments.adapter, **options)
+    with warnings.catch_warnings(record=True) as remarks:
+        answers = model.generate(prompts, arguments.routing, bar, arguments.adapter, **options)
     if bar:
         bar.close()
+    for remark in remarks:
+        console.warn(str(remark.message))
     if arguments.output:
         said = [
             {**row, "answer": a.text, **{name: told for name, told in vars(a).items() if name != "text"}}

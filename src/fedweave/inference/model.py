@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -31,6 +32,7 @@ class Answer:
     ended: str = "stop"  # stop: by itself or at a stop string; length: at max_new_tokens
     adapter: str = ""  # what answered: expert_0, …, shared (what experts share) or base (the bare backbone)
     doubt: float | None = None  # how strange the prompt is: above 1 no expert answers; None: not measured
+    truncated: bool = False  # the prompt was longer than the model takes and lost its beginning
 
     def __str__(self) -> str:
         return self.text
@@ -88,13 +90,21 @@ class FedWeaveModel:
         """Answers in the order of ``prompts``, each by its own experts, in one batch. A prompt is a text or a tuple
         of chat messages; ``adapter`` lets expert_0, …, shared or base answer them all, whatever the router says;
         ``options`` carry the names of transformers' GenerationConfig (:class:`Sampling`)."""
-        encoded = self.backbone.prompts.encode_prompts(_several(prompts))
+        encoded = self._encode(_several(prompts), options)
         rows, routes = self._rows(encoded, routing, adapter, options)
         for row, _ in self._run(rows):
             if row.ended and progress:
                 progress.advance()
         return [
-            Answer(row.text.text, route.expert, route.weights, row.ended, route.adapter, route.doubt)
+            Answer(
+                row.text.text,
+                route.expert,
+                route.weights,
+                row.ended,
+                route.adapter,
+                route.doubt,
+                row.prompt.truncated,
+            )
             for row, route in zip(rows, routes, strict=True)
         ]
 
@@ -102,7 +112,7 @@ class FedWeaveModel:
         self, prompt: Prompt, routing: str = "sparse", adapter: str | None = None, **options: object
     ) -> Iterator[str]:
         """The same answer piece by piece, as it is made; no piece splits a character."""
-        rows, _ = self._rows(self.backbone.prompts.encode_prompts([prompt]), routing, adapter, options)
+        rows, _ = self._rows(self._encode([prompt], options), routing, adapter, options)
         return (piece for _, piece in self._run(rows) if piece)
 
     def batch(self, rows: int, length: int) -> RunningBatch:
@@ -123,6 +133,14 @@ class FedWeaveModel:
             Route(expert, name, w.tolist(), doubt, gate)
             for (expert, gate), name, w, doubt in zip(chosen, names, weights, doubts, strict=True)
         ]
+
+    def _encode(self, prompts: Sequence[Prompt], options: Mapping[str, object]) -> list[EncodedPrompt]:
+        """Prompts up to the model's own length; what is longer loses its beginning, which is said."""
+        room = self.backbone.longest_prompt(Sampling.of(options).max_new_tokens)
+        encoded = self.backbone.prompts.encode_prompts(prompts, room)
+        if cut := sum(prompt.truncated for prompt in encoded):
+            warnings.warn(f"{cut} of {len(encoded)} prompts lost their beginning: {room} tokens fit.", stacklevel=3)
+        return encoded
 
     def _rows(
         self, encoded: Sequence[EncodedPrompt], routing: str, adapter: str | None, options: Mapping[str, object]

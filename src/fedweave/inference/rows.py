@@ -70,7 +70,8 @@ class Row:
 
 
 class RunningBatch:
-    """Up to ``rows`` answers at a time, each of at most ``length`` tokens with its prompt."""
+    """Up to ``rows`` answers at a time, each of about ``length`` tokens with its prompt: room for more is made when
+    a longer one joins, and given back once nobody is there."""
 
     def __init__(
         self, backbone: Backbone, mixture: Mixture | None, theta: torch.Tensor | None, rows: int, length: int
@@ -80,7 +81,7 @@ class RunningBatch:
             serving_weights(mixture.layout, theta, backbone.dtype) if mixture and theta is not None else []
         )
         self.rows: list[Row] = []
-        self.cache = RowCache(rows, length)
+        self.length, self.cache = length, RowCache(rows, length)
         self._recorded: dict[int, RecordedStep] | None = {} if backbone.device.type == "cuda" else None
         self.prefill = 16_384 if backbone.device.type == "cuda" else 1_024  # prompt tokens read between two steps
 
@@ -89,6 +90,7 @@ class RunningBatch:
         """Let rows leave and join, then one token for everyone; yields (row, new text) for each that got one."""
         self._leave()
         joining = self._choose(waiting)
+        self._make_room(joining)
         if joining:
             yield from self._take(joining, self._read(joining))
         if self.rows:
@@ -113,6 +115,17 @@ class RunningBatch:
                 break
             joining.append(waiting.popleft())
         return joining
+
+    def _make_room(self, joining: list[Row]) -> None:
+        needed = max((row.room for row in joining), default=0)
+        if needed > self.cache.length:
+            self.cache.grow(needed, [row.length for row in self.rows])
+        elif not self.rows and needed <= self.length < self.cache.length:
+            self.cache = RowCache(self.capacity, self.length)
+        else:
+            return
+        if self._recorded is not None:  # recordings know the old memory
+            self._recorded = {}
 
     def _read(self, joining: list[Row]) -> torch.Tensor:
         """Read prompts into free rows; logits of their first tokens, [joining, V]."""

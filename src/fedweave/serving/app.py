@@ -31,6 +31,7 @@ class Api:
             f"expert_{m}": {"fedweave": expert} for m, expert in enumerate(told["experts"] if told else [])
         }
         self.names = [ROUTED, *adapters]
+        self.max_prompt = limits.prompt(backbone)
         self.metrics = Metrics(backend)
         self.started = int(time.time())
 
@@ -46,13 +47,13 @@ class Api:
     def encode(self, body: CommonRequest) -> list[EncodedPrompt]:
         """Prompts as tokens. One that is too long is refused: a server must not answer half of a question."""
         prompts = self.backbone.prompts
-        too_long = f"the prompt is longer than {prompts.max_length} tokens."
+        too_long = f"the prompt is longer than {self.max_prompt} tokens."
         try:
             if isinstance(body, ChatRequest):
-                encoded = prompts.encode_prompts([body.prompt()])
+                encoded = prompts.encode_prompts([body.prompt()], self.max_prompt)
             else:
                 assert isinstance(body, CompletionRequest)
-                encoded = [prompts.encode_raw(text) for text in body.prompts()]
+                encoded = [prompts.encode_raw(text, self.max_prompt) for text in body.prompts()]
         except LongAnswer:
             raise ApiError(400, too_long, "context_length_exceeded") from None
         if not encoded or not all(len(prompt.ids) for prompt in encoded):
@@ -97,7 +98,7 @@ class Api:
     async def health(self) -> JSONResponse:
         problem = await self.backend.problem()
         facts = {"model": self.backbone.name, "experts": sum(name.startswith("expert_") for name in self.names)}
-        facts |= {"max_prompt_tokens": self.backbone.prompts.max_length, "max_tokens": self.limits.max_new_tokens}
+        facts |= {"max_prompt_tokens": self.max_prompt, "max_tokens": self.limits.max_new_tokens}
         load = {"running": self.backend.running, "waiting": self.backend.waiting}
         status = {"status": "ok"} if not problem else {"status": "unavailable", "reason": problem}
         return JSONResponse({**status, **facts, **load}, 503 if problem else 200)

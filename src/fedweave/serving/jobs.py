@@ -5,9 +5,12 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+from fedweave.backbone.load import Backbone
 from fedweave.backbone.prompts import EncodedPrompt
 from fedweave.inference.sampling import Sampling
 from fedweave.serving.protocol import ApiError
+
+MAX_PROMPT = 8192  # tokens that nobody has to ask for; attention and cache grow with them
 
 
 @dataclass(frozen=True)
@@ -18,6 +21,12 @@ class Limits:
     max_queue: int  # requests that may wait besides
     max_new_tokens: int  # longest answer
     max_body: int  # bytes of a request
+    max_prompt: int | None = None  # tokens of a prompt; None: as many as the model takes, up to MAX_PROMPT
+
+    def prompt(self, backbone: Backbone) -> int:
+        """Tokens that a prompt may have."""
+        longest = backbone.longest_prompt(self.max_new_tokens)
+        return self.max_prompt or max(backbone.prompts.max_length, min(longest, MAX_PROMPT))
 
 
 @dataclass(frozen=True)

@@ -57,8 +57,7 @@ async def _serve(
 
 def check_length(model: FedWeaveModel, limits: Limits) -> None:
     """Prompt and answer together must fit what the backbone was made for."""
-    longest = getattr(model.backbone.model.config.get_text_config(), "max_position_embeddings", None)
-    prompt = model.backbone.prompts.max_length
+    longest, prompt = model.backbone.longest, limits.prompt(model.backbone)
     if longest and prompt + limits.max_new_tokens > longest:
         raise UserError(
             f"--max-new-tokens {limits.max_new_tokens} does not fit: prompts may have {prompt} tokens and "
