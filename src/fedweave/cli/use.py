@@ -19,6 +19,9 @@ if TYPE_CHECKING:
     from fedweave.data.files import Row
 
 
+TOLD = ("expert", "adapter", "weights", "doubt", "ended", "truncated")  # of an answer, in a file of answers
+
+
 def register(verbs: Verbs) -> None:
     evaluate = verbs.add("evaluate", _evaluate, "Test a model, on its own test set or on a file of rows.")
     evaluate.add_argument("folder", type=Path, help="a run folder, or a bundle with --data")
@@ -92,7 +95,7 @@ def _generate(arguments: argparse.Namespace, console: Console) -> None:
         console.warn(str(remark.message))
     if arguments.output:
         said = [
-            {**row, "answer": a.text, **{name: told for name, told in vars(a).items() if name != "text"}}
+            {**row, "answer": a.text, **{name: getattr(a, name) for name in TOLD}}
             for (row, _), a in zip(rows, answers, strict=True)
         ]
         write_rows(arguments.output, said)

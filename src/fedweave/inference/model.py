@@ -5,7 +5,7 @@ from __future__ import annotations
 import warnings
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 
@@ -16,7 +16,7 @@ from fedweave.console import Console, ProgressBar
 from fedweave.data.examples import Prompt
 from fedweave.errors import UserError
 from fedweave.experts.mixture import Mixture
-from fedweave.inference.rows import Row, RunningBatch
+from fedweave.inference.rows import Row, RunningBatch, TokenScore
 from fedweave.inference.sampling import Sampling
 from fedweave.router.mlp import active_experts
 from fedweave.router.routed import RoutedExperts, foremost
@@ -33,6 +33,10 @@ class Answer:
     adapter: str = ""  # what answered: expert_0, …, shared (what experts share) or base (the bare backbone)
     doubt: float | None = None  # how strange the prompt is: above 1 no expert answers; None: not measured
     truncated: bool = False  # the prompt was longer than the model takes and lost its beginning
+    tokens: list[int] = field(default_factory=list)  # of the answer, without its end
+    scores: list[TokenScore] = field(
+        default_factory=list
+    )  # with logprobs: of its tokens, with echo the prompt's first
 
     def __str__(self) -> str:
         return self.text
@@ -97,13 +101,15 @@ class FedWeaveModel:
                 progress.advance()
         return [
             Answer(
-                row.text.text,
-                route.expert,
-                route.weights,
-                row.ended,
-                route.adapter,
-                route.doubt,
-                row.prompt.truncated,
+                text=row.text.text,
+                expert=route.expert,
+                weights=route.weights,
+                ended=row.ended,
+                adapter=route.adapter,
+                doubt=route.doubt,
+                truncated=row.prompt.truncated,
+                tokens=row.new,
+                scores=row.scores,
             )
             for row, route in zip(rows, routes, strict=True)
         ]

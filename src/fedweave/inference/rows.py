@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
 
 import torch
 
@@ -19,9 +20,31 @@ from fedweave.backbone.prompts import EncodedPrompt
 from fedweave.evaluation.losses import serving_weights
 from fedweave.experts.mixture import Mixture
 from fedweave.inference.cache import RowCache
+from fedweave.inference.json_text import JsonTokens
 from fedweave.inference.record import RecordedStep
 from fedweave.inference.sampling import Sampling, TokenChooser
 from fedweave.inference.text import AnswerText
+
+
+@dataclass(frozen=True)
+class TokenScore:
+    """A token and how likely the model found it, before any option shaped the choice."""
+
+    token: int
+    logprob: float | None  # None: the first of a prompt
+    top: dict[int, float]  # the likeliest tokens
+
+
+def score_tokens(tokens: list[int], logits: torch.Tensor, top: int) -> list[TokenScore]:
+    """Tokens [n] by the logits [n, V] that they were predicted with."""
+    logprobs = logits.float().log_softmax(-1)
+    best = logprobs.topk(top, -1)
+    chosen = logprobs[torch.arange(len(tokens)), tokens].tolist()
+    likeliest = zip(best.indices.tolist(), best.values.tolist(), strict=True)
+    return [
+        TokenScore(token, logprob, dict(zip(ids, values, strict=True)))
+        for token, logprob, (ids, values) in zip(tokens, chosen, likeliest, strict=True)
+    ]
 
 
 class Row:
@@ -40,9 +63,11 @@ class Row:
         self.new: list[int] = []  # tokens of the answer so far
         self.ended = ""  # why: stop, length, or dropped by its owner
         self.text = AnswerText(backbone.tokenizer, sampling.stop_strings, trim)
-        self.ends = backbone.end_ids
+        self.scores: list[TokenScore] = []  # of the prompt's tokens with echo, then of the answer's, if asked for
+        self.ends = [*backbone.end_ids, *sampling.stop_token_ids]
         ids = torch.from_numpy(prompt.ids).long().to(backbone.device)
-        self.chooser = TokenChooser(sampling, ids, self.ends, number)
+        grammar = JsonTokens(backbone.tokenizer, self.ends) if sampling.json_object else None
+        self.chooser = TokenChooser(sampling, ids, self.ends, number, grammar)
 
     @property
     def length(self) -> int:
@@ -54,12 +79,14 @@ class Row:
         """Columns that it may need in all."""
         return len(self.prompt.ids) + self.sampling.max_new_tokens
 
-    def take(self, token: int) -> str:
-        """Note a token; returns the text that it makes certain."""
+    def take(self, token: int, logits: torch.Tensor) -> str:
+        """Note a token, chosen by ``logits`` [V]; returns the text that it makes certain."""
         if token in self.ends:
             self.ended = "stop"
             return self.text.close()
         self.new.append(token)
+        if self.sampling.logprobs is not None:
+            self.scores += score_tokens([token], logits[None], self.sampling.logprobs)
         piece = self.text.add(token)
         if self.text.stopped:
             self.ended = "stop"
@@ -137,6 +164,14 @@ class RunningBatch:
         gates = self._gates(joining).to(device).index_select(0, packed.sequence)[None]  # [1, T, M]
         with self._experts(gates):
             hidden = self.backbone.hidden(packed, cache)
+        for row, start in zip(joining, packed.starts.tolist(), strict=True):
+            if row.sampling.echo:
+                ids = row.prompt.ids.tolist()
+                logits = self.backbone.logits(hidden[start : start + len(ids) - 1])  # [p - 1, V]
+                row.scores = [
+                    TokenScore(ids[0], None, {}),
+                    *score_tokens(ids[1:], logits, row.sampling.logprobs or 0),
+                ]
         return self.backbone.logits(hidden.index_select(0, packed.boundaries[1:].long() - 1))
 
     def _step(self) -> torch.Tensor:
@@ -177,4 +212,5 @@ class RunningBatch:
         best = logits.argmax(-1).tolist()
         for row, token, scores in zip(list(rows), best, logits, strict=True):
             if not row.ended:
-                yield row, row.take(token if row.chooser.plain else row.chooser.choose(scores, row.new))
+                token = token if row.chooser.plain else row.chooser.choose(scores, row.new)
+                yield row, row.take(token, scores)

@@ -62,16 +62,25 @@ class Api:
             raise ApiError(400, too_long, "context_length_exceeded")
         return encoded
 
+    def decode(self, ids: list[int]) -> str:
+        """Tokens as they stand, the marks of a template too."""
+        return str(self.backbone.tokenizer.decode(ids, clean_up_tokenization_spaces=False))
+
     async def respond(self, request: Request, kind: Literal["chat", "text"], body: CommonRequest) -> Response:
         started = time.monotonic()
         adapter = self.adapter(body.model)
         sampling = body.sampling(self.limits.max_new_tokens)
         prompts = await run_in_threadpool(self.encode, body)
-        if len(prompts) > self.limits.max_batch:
-            raise UserError(f"prompt: at most {self.limits.max_batch} prompts in one request.")
-        jobs = [Job(prompt, sampling, adapter, body.routing, trim=kind == "chat") for prompt in prompts]
+        copies = body.n or 1
+        if len(prompts) * copies > self.limits.max_batch:
+            raise UserError(f"prompt, n: at most {self.limits.max_batch} answers to one request.")
+        trim = kind == "chat"
+        jobs = [Job(p, sampling, adapter, body.routing, trim, number) for p in prompts for number in range(copies)]
         answerings = self.backend.submit(jobs)
-        answer = Answers(self.metrics, Reply(kind, body.model), answerings, body.routing, started)
+        echo = isinstance(body, CompletionRequest) and bool(body.echo)
+        answer = Answers(
+            self.metrics, Reply(kind, body.model), answerings, body.routing, started, self.decode, echo
+        )
         try:
             await unless_gone(request, answer.begin())
             if body.stream:

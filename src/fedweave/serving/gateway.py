@@ -85,6 +85,8 @@ class Gateway:
     def submit(self, jobs: Sequence[Job]) -> list[Answering]:
         if any(job.routing != "sparse" for job in jobs):
             raise UserError("routing: an upstream serves one expert per request; only sparse is possible here.")
+        if any(job.sampling.logprobs is not None for job in jobs):
+            raise UserError("logprobs: not offered before an upstream; ask it directly, by the expert's name.")
         if len(self._tasks) + len(jobs) > self.limits.max_batch + self.limits.max_queue:
             raise busy(1)
         return [self._begin(job) for job in jobs]
@@ -174,9 +176,14 @@ class Gateway:
             "top_k": sampling.top_k or -1,  # said outright, lest the upstream takes a default of the model's own
             "min_p": sampling.min_p,
             "repetition_penalty": sampling.repetition_penalty,
-            "seed": sampling.seed,
+            "seed": None if sampling.seed is None else sampling.seed + job.number,
+            "frequency_penalty": sampling.frequency_penalty or None,
+            "presence_penalty": sampling.presence_penalty or None,
+            "min_tokens": sampling.min_new_tokens or None,
+            "response_format": {"type": "json_object"} if sampling.json_object else None,
             "stop": list(sampling.stop_strings) or None,
-            "stop_token_ids": self.model.backbone.end_ids,  # an extension of vLLM's and SGLang's
+            # an extension of vLLM's and SGLang's
+            "stop_token_ids": [*self.model.backbone.end_ids, *sampling.stop_token_ids],
             "stream": True,
             "stream_options": {"include_usage": True},
         }

@@ -7,6 +7,7 @@ from typing import Protocol
 
 from fedweave.backbone.load import Backbone
 from fedweave.backbone.prompts import EncodedPrompt
+from fedweave.inference.rows import TokenScore
 from fedweave.inference.sampling import Sampling
 from fedweave.serving.protocol import ApiError
 
@@ -38,6 +39,7 @@ class Job:
     adapter: str | None = None
     routing: str = "sparse"
     trim: bool = True  # drop blanks around the answer
+    number: int = 0  # tells the answers to one prompt apart, and their draws
 
 
 @dataclass(frozen=True)
@@ -60,6 +62,7 @@ class Piece:
 class Ended:
     reason: str  # stop or length
     tokens: int  # of the answer
+    scores: Sequence[TokenScore] = ()  # where they were asked for
 
 
 Event = Routed | Piece | Ended | ApiError  # the last: no answer, or no more of it

@@ -102,7 +102,7 @@ class LocalBackend:
             if text:
                 answering.tell(Piece(text))
             if row.ended:
-                answering.tell(Ended(row.ended, len(row.new)))
+                answering.tell(Ended(row.ended, len(row.new), row.scores))
                 self._mean_seconds += 0.1 * (time.monotonic() - self._started[row] - self._mean_seconds)
                 self._forget(row)
 
@@ -135,7 +135,7 @@ class LocalBackend:
             else:
                 expert, gates = experts.only(job.adapter)
                 told = Routed(expert, job.adapter)
-            row = Row(self.model.backbone, job.prompt, gates, job.sampling, trim=job.trim)
+            row = Row(self.model.backbone, job.prompt, gates, job.sampling, job.number, job.trim)
             self._active[row], self._started[row] = answering, time.monotonic()
             answering.tell(told)
             rows.append(row)
