@@ -1,5 +1,6 @@
 """The server as OpenAI's own client sees it."""
 
+import socket
 import threading
 
 import httpx
@@ -13,7 +14,8 @@ from fedweave.serving.app import Api
 from fedweave.serving.jobs import Limits
 from fedweave.serving.local import LocalBackend
 from fedweave.serving.protocol import ChatRequest
-from tests.helpers import PROMPTS, wait_for
+from fedweave.serving.server import Patience
+from tests.helpers import PATIENCE, PROMPTS, wait_for
 from tests.serving.conftest import LIMITS, ask, running
 
 
@@ -183,6 +185,26 @@ def test_a_body_without_length_is_limited_too(server):
         f"{server.url}/v1/chat/completions", content=endless(), headers={"content-type": "application/json"}
     )
     assert response.status_code == 413 and "larger than" in response.json()["error"]["message"]
+
+
+def test_silent_connections_are_closed_and_answers_are_not(model, twin, monkeypatch):
+    """Nothing sent, half of the headers sent, and a request whose answer takes longer than a silence may."""
+    monkeypatch.setattr(Patience, "patience", 0.2)
+    with running(model) as server:
+        address = ("127.0.0.1", int(server.url.rsplit(":", 1)[1]))
+        for sent in (b"", b"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\n"):
+            with socket.create_connection(address, timeout=PATIENCE) as silent:
+                silent.sendall(sent)
+                assert silent.recv(1) == b""
+        real, spent = server.backend.batch.advance, threading.Event()
+
+        def slow(waiting):
+            spent.wait(0.5)
+            return real(waiting)
+
+        server.backend.batch.advance = slow
+        answer = server.client().chat.completions.create(**ask(PROMPTS[0], max_tokens=3))
+        assert answer.choices[0].message.content == twin.generate(PROMPTS[:1], max_new_tokens=3)[0].text
 
 
 @pytest.mark.parametrize("stream", [True, False])

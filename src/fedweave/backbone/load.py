@@ -50,12 +50,16 @@ class Backbone:
         self._decode_attention = "eager" if capped else "sdpa"
         self.model.set_attn_implementation(packing.ATTENTION)
         self.decoder = Decoder(self.model) if self.fused and Decoder.fits(self.model) else None
-        self.weights_hash = weights_hash(self.model)
         self._check_logits()
 
     @property
     def dtype(self) -> torch.dtype:
         return self.head.dtype
+
+    @cached_property
+    def weights_hash(self) -> str:
+        """Every bit of the weights, for a run that looks before and after; use alone does not wait for it."""
+        return weights_hash(self.model)
 
     @cached_property
     def identity(self) -> dict[str, str]:
