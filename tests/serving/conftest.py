@@ -44,13 +44,14 @@ def running(
     key: str | None = None,
     upstream: str | None = None,
     told: Experts | None = None,
+    kind: str = "vllm",
 ) -> Iterator[Running]:
     """A server in a thread, on a free port."""
     listener = _listen("127.0.0.1", 0)
     ready: list[tuple[uvicorn.Server, LocalBackend | Gateway]] = []
 
     async def main() -> None:
-        backend = Gateway(model, limits, upstream) if upstream else LocalBackend(model, limits)
+        backend = Gateway(model, limits, upstream, kind=kind) if upstream else LocalBackend(model, limits)
         app = build_app(Api(model.backbone, model.experts.choices, backend, limits, told), key)
         server = uvicorn.Server(uvicorn_config(app, grace=2))
         ready.append((server, backend))

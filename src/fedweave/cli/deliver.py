@@ -53,6 +53,12 @@ def register(verbs: Verbs) -> None:
     serve.add_argument(
         "--upstream", metavar="URL", help="only route, and let this server answer, which has the experts"
     )
+    serve.add_argument(
+        "--upstream-kind",
+        choices=["vllm", "sglang"],
+        default="vllm",
+        help="how it takes an expert: as the model's name (vLLM, fedweave), or as lora_path (SGLang)",
+    )
     serve.add_argument("--upstream-key", help="its key (default: the environment's FEDWEAVE_UPSTREAM_KEY)")
     backbone(serve)
     doubt(serve)
@@ -128,6 +134,7 @@ def _serve(arguments: argparse.Namespace, console: Console) -> None:
         port=arguments.port,
         key=arguments.api_key or os.environ.get("FEDWEAVE_API_KEY"),
         upstream=arguments.upstream,
+        upstream_kind=arguments.upstream_kind,
         upstream_key=arguments.upstream_key or os.environ.get("FEDWEAVE_UPSTREAM_KEY"),
         told=told_experts(arguments.folder, arguments.describe),
     )

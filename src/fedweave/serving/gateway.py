@@ -30,12 +30,16 @@ class _Chunk(TypedDict, total=False):
     error: object
 
 
+PROBE = "Fix the grammar, then say how many hats Mia has: She have 3 hat and find 4 more."
+KINDS = ("vllm", "sglang")
+
 _Judged = tuple[list[float], float | None]  # a prompt's router weights and doubt
 
 
 class Gateway:
-    def __init__(self, model: FedWeaveModel, limits: Limits, url: str, key: str | None = None):
-        self.model, self.limits = model, limits
+    def __init__(self, model: FedWeaveModel, limits: Limits, url: str, key: str | None = None, kind: str = "vllm"):
+        """``kind`` is how the upstream takes an adapter's name: vllm as a model's, sglang as a field of its own."""
+        self.model, self.limits, self.kind = model, limits, kind
         self.url = url.rstrip("/").removesuffix("/v1")
         headers = {"Authorization": f"Bearer {key}"} if key else {}
         timeout = httpx.Timeout(600.0, connect=5.0)
@@ -65,8 +69,42 @@ class Gateway:
             served = await self._served()
         except (httpx.HTTPError, ValueError, KeyError, TypeError) as error:
             return f"the upstream {self.url} does not answer: {first_line(error)}"
+        if self.kind == "sglang":  # which lists the backbone alone
+            return ""
         missing = [name for name in self.model.experts.adapter_names if name not in served]
         return f"the upstream {self.url} does not serve {missing[0]}" if missing else ""
+
+    async def unapplied(self) -> str:
+        """Why its experts cannot be told from the bare backbone; empty when they can, or when it cannot be asked.
+        Some upstreams answer an adapter's name with the backbone, and nobody would notice."""
+        prompt = self.model.backbone.prompts.encode_prompts([PROBE])[0].ids.tolist()
+        ask = {"prompt": prompt, "max_tokens": 8, "temperature": 0, "logprobs": 1}
+        experts = self.model.experts
+        try:
+            base = await self._base()
+            said = [
+                await self._scores({**ask, **self._name(name, base)})
+                for name in (BASE, *(experts.adapter(m) for m in range(experts.layout.experts)))
+            ]
+        except (httpx.HTTPError, ApiError, ValueError, KeyError, TypeError, IndexError):
+            return ""
+        if any(other != said[0] for other in said[1:]):
+            return ""
+        return (
+            f"every expert of the upstream {self.url} answers exactly as its bare backbone: it does not apply them. "
+            "Load them under their names, and name an SGLang server with --upstream-kind sglang."
+        )
+
+    async def _scores(self, request: Json) -> list[float]:
+        response = await self._client.post("/v1/completions", json=request)
+        response.raise_for_status()
+        return list(response.json()["choices"][0]["logprobs"]["token_logprobs"])
+
+    def _name(self, adapter: str, base: str) -> Json:
+        """The fields that choose an adapter; ``base`` is what the upstream calls the bare backbone."""
+        if adapter == BASE:
+            return {"model": base}
+        return {"model": base, "lora_path": adapter} if self.kind == "sglang" else {"model": adapter}
 
     async def _served(self) -> list[str]:
         response = await self._client.get("/v1/models", timeout=5.0)
@@ -146,10 +184,10 @@ class Gateway:
             routed = Routed(expert, experts.adapter(expert), weights, doubt)
         else:
             routed = Routed(experts.only(job.adapter)[0], job.adapter)
-        name = await self._base() if routed.adapter == BASE else routed.adapter
+        base = await self._base() if routed.adapter == BASE or self.kind == "sglang" else ""
         text = AnswerText(self.model.backbone.tokenizer, trim=job.trim)
         reason, tokens, begun = "stop", 0, False
-        async for chunk in self._chunks(self._request(job, name)):
+        async for chunk in self._chunks(self._request(job, self._name(routed.adapter, base))):
             if not begun:  # the upstream has accepted
                 answering.tell(routed)
                 begun = True
@@ -165,10 +203,10 @@ class Gateway:
             answering.tell(Piece(rest))
         answering.tell(Ended(reason, tokens))
 
-    def _request(self, job: Job, name: str) -> Json:
+    def _request(self, job: Job, name: Json) -> Json:
         sampling = job.sampling
         request = {
-            "model": name,
+            **name,
             "prompt": job.prompt.ids.tolist(),
             "max_tokens": sampling.max_new_tokens,
             "temperature": sampling.temperature if sampling.do_sample else 0,

@@ -27,6 +27,7 @@ class ServerSettings:
     key: str | None = None
     upstream: str | None = None
     upstream_key: str | None = None
+    upstream_kind: str = "vllm"
     told: Experts | None = None  # what the page says of the experts
 
 
@@ -73,9 +74,11 @@ async def _serve(
     experts = model.mixture.layout.experts
     backend: LocalBackend | Gateway = LocalBackend(model, limits)
     if settings.upstream:
-        backend = Gateway(model, limits, settings.upstream, settings.upstream_key)
+        backend = Gateway(model, limits, settings.upstream, settings.upstream_key, settings.upstream_kind)
         if problem := await backend.problem():
             console.warn(f"{problem}; requests will fail until it does.")
+        elif problem := await backend.unapplied():
+            raise UserError(problem)
     app = build_app(Api(model.backbone, model.experts.choices, backend, limits, settings.told), settings.key)
     host, port = listener.getsockname()[:2]
     console.say(f"{experts} experts on {model.backbone.name}; http://{host}:{port} (API at /v1, Ctrl-C stops)")
