@@ -198,7 +198,7 @@ def test_sglang_is_told_the_expert_in_its_own_field(model, twin, like_sglang):
 
 
 @pytest.mark.parametrize(("kind", "where", "told"), [
-    ("vllm", "upstream", ""), ("sglang", "like_sglang", ""), ("vllm", "like_sglang", "does not apply them")
+    ("vllm", "upstream", ""), ("sglang", "like_sglang", ""), ("vllm", "like_sglang", "does not apply")
 ])  # fmt: skip
 def test_an_upstream_that_applies_no_expert_is_found_out(twin, request, kind, where, told):
     async def ask_it() -> str:

@@ -91,8 +91,8 @@ class Gateway:
         if any(other != said[0] for other in said[1:]):
             return ""
         return (
-            f"every expert of the upstream {self.url} answers exactly as its bare backbone: it does not apply them. "
-            "Load them under their names, and name an SGLang server with --upstream-kind sglang."
+            f"every expert of the upstream {self.url} answers exactly as its bare backbone, so it does not apply "
+            "them: load them under their names, and name an SGLang server with --upstream-kind sglang."
         )
 
     async def _scores(self, request: Json) -> list[float]:
