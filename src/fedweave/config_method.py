@@ -155,6 +155,12 @@ class TrainingConfig:
     weighting: Literal["token", "example"] = setting(
         "token", "What counts alike in a step's loss: every answer token, or every example whatever its length."
     )
+    patience: int = setting(
+        0,
+        "Rounds without a better validation loss after which the run goes back to its best state and on at half of "
+        "its rates; a fourth time in a row it ends. 0: never.",
+        low=0,
+    )
     clip: float = setting(1.0, "Gradient norm per client, over its experts and router together.", low=1e-9)
     weight_decay: float = setting(0.0, "AdamW weight decay.", low=0.0)
     participation: float = setting(1.0, "Clients per round: up to 1 a fraction, above 1 a count.", low=1e-9)

@@ -35,6 +35,7 @@ class Manifest(TypedDict):
     test: NotRequired[list[str]]
     unseen: NotRequired[list[str]]
     fingerprint: NotRequired[DataFingerprint]
+    unseen_tasks: NotRequired[dict[str, str]]  # task -> title
     federation: NotRequired[str]  # by which its sites know it
 
 
@@ -44,7 +45,7 @@ class Manifest(TypedDict):
 class Agreement(TypedDict):
     purity: float
     nmi: float
-    ari: float  # of clusters with task labels
+    ari: float  # of clusters with labels
 
 
 Audit = TypedDict("Audit", {"local": Agreement, "global": Agreement})  # of buckets, of experts
@@ -83,7 +84,8 @@ class LabelRecord(TypedDict):
     """What only labels can tell."""
 
     bucket_tasks: NotRequired[dict[str, list[dict[str, int]]]]  # client -> of every bucket: task -> examples
-    audit: NotRequired[Audit]
+    audit: NotRequired[Audit]  # against tasks
+    kind_audit: NotRequired[Audit]  # against kinds, where several tasks are one
 
 
 class Discovery(AlignmentReport, LabelRecord):
@@ -145,7 +147,17 @@ class ValidationEvent(ValidationFigures):
     round: int
 
 
-Event = RoundEvent | ValidationEvent
+class SetbackEvent(TypedDict):
+    """No better loss for ``training.patience`` rounds: back to the best state, or the end."""
+
+    event: Literal["setback"]
+    round: int  # after which that was noticed
+    best_round: int
+    pace: float  # share of the learning rates from here on
+    ended: bool
+
+
+Event = RoundEvent | ValidationEvent | SetbackEvent
 
 # -------------------------------------------------------------------------------------- progress.json
 
@@ -178,6 +190,7 @@ class RoutingCost(TypedDict):
 
 class Untouched(TypedDict):
     loss: ByTask
+    unseen: NotRequired[ByTask]  # loss
 
 
 class Chosen(TypedDict):
@@ -209,6 +222,7 @@ class Tested(TypedDict):
     loss: dict[str, ByTask]  # by routing
     routing: dict[str, list[float]]  # task -> mean router weight of every expert
     top1: dict[str, list[float]]  # task -> share of prompts that each expert answers
+    decided: NotRequired[dict[str, float]]  # kind -> share of prompts that one of several experts answers
     score: NotRequired[ByTask]
     routings: NotRequired[dict[str, RoutingCost]]
     clients: NotRequired[dict[str, ClientFigures]]
@@ -221,6 +235,7 @@ class Test(TypedDict):
     untouched: NotRequired[Untouched]
     best: NotRequired[Tested]
     last: NotRequired[Tested]
+    unseen: NotRequired[Tested]  # the best round on tasks that nobody trained on, where there are any
 
 
 class Communication(TypedDict):
@@ -254,6 +269,7 @@ class Summary(TypedDict):
     method: str
     seed: int
     tasks: dict[str, str]  # task -> title
+    unseen_tasks: NotRequired[dict[str, str]]
     notes: list[str]
     clients: int
     examples: int
@@ -263,9 +279,11 @@ class Summary(TypedDict):
     parameters: Parameters
     trained_parameters: int
     rounds: int
+    ended_early: NotRequired[bool]  # True where training.patience ran out for good
     communication: Communication
     validation: Chosen
     audit: Audit | None
+    kind_audit: NotRequired[Audit]
     test: Test
     backbone: BackboneName
     config: ConfigTree

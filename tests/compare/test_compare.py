@@ -12,6 +12,7 @@ from fedweave.config import Config, load_config
 from fedweave.console import Console
 from fedweave.errors import UserError
 from fedweave.report.groups import find_runs
+from fedweave.settings import flatten, to_tree
 from tests.helpers import read_json
 
 TASKS = {"a": "Task A", "b": "Task B"}
@@ -123,6 +124,56 @@ def test_best_value_is_chosen_by_validation_not_by_test():
     assert "training.lr=0.2 → 1.0000 (chosen)" in lines[0]
 
 
+def test_one_value_for_all_sets_is_chosen_by_what_it_gains_in_each():
+    """1 % of a large loss is not worth 50 % of a small one."""
+    tried = {("easy", 0.1): 0.10, ("easy", 0.2): 0.15, ("easy", 0.4): 0.3,
+             ("hard", 0.1): 9.1, ("hard", 0.2): 9.0, ("hard", 0.4): 9.9}  # fmt: skip
+    finished = [
+        (cell(method="fedit", **{"data.name": d, "training.lr": lr}), summary("fedit", 1, 1.0, 0.5, loss))
+        for (d, lr), loss in tried.items()
+    ]
+    chosen, lines = choose_best(finished, "training.lr", over="data.name")
+    assert {c.values["training.lr"] for c, _ in chosen} == {0.1} and len(chosen) == 2
+    assert len(lines) == 1 and lines[0].startswith("fedit: training.lr=0.1 → 0.9539 (chosen)")
+    assert lines[0].endswith("at the edge of what was tried")
+    apart, lines = choose_best(finished, "training.lr")
+    assert [(c.values["data.name"], c.values["training.lr"]) for c, _ in apart] == [("easy", 0.1), ("hard", 0.2)]
+    assert "edge" in lines[0] and "edge" not in lines[1]
+
+
+def test_a_method_can_have_its_own_values_of_an_axis(tmp_path):
+    file = tmp_path / "own.yaml"
+    file.write_text(
+        "recipe: quickstart\naxes: {method: [fedit, fedsvd], training.lr: [0.01, 0.02], seed: [1]}\n"
+        "per: {method=fedsvd: {training.lr: [0.001, 0.002, 0.003]}}\nbest_of: training.lr\n"
+    )
+
+    def rates(*overrides):
+        grid = cells(load_comparison(str(file), overrides, None), tmp_path)
+        assert len({c.folder for c in grid}) == len(grid)
+        return [(c.config.method, c.config.training.lr) for c in grid]
+
+    own = [("fedsvd", 0.001), ("fedsvd", 0.002), ("fedsvd", 0.003)]
+    assert rates() == [("fedit", 0.01), ("fedit", 0.02), *own]
+    assert rates("training.lr=0.5,0.6", "method=fedsvd") == [("fedsvd", 0.5), ("fedsvd", 0.6)]
+    assert rates("method=fedit:training.lr=0.5,0.6") == [("fedit", 0.5), ("fedit", 0.6), *own]
+
+
+def test_a_comparison_may_be_like_another(tmp_path):
+    (tmp_path / "base.yaml").write_text(
+        "recipe: quickstart\naxes: {method: [fedit, fedweave], seed: [1, 2]}\nset: {data.clients: 5}\n"
+        "per: {method=fedit: {training.lr: 0.5, data.alpha: 0.9}}\n"
+    )
+    like = tmp_path / "like.yaml"
+    like.write_text(
+        f"like: {tmp_path / 'base.yaml'}\naxes: {{seed: [7]}}\nset: {{data.train: 9}}\n"
+        "per: {method=fedit: {training.lr: 0.25}}\n"
+    )
+    one, two = (c.config for c in cells(load_comparison(str(like), [], None), tmp_path))
+    assert (one.method, two.method, one.seed, two.seed) == ("fedit", "fedweave", 7, 7)
+    assert (one.data.clients, one.data.train, one.data.alpha, one.training.lr) == (5, 9, 0.9, 0.25)
+
+
 def test_commas_make_axes_and_single_values_settings(tmp_path):
     comparison = load_comparison("main-results", ["seed=7", "method=fedit,fedweave", "data.alpha=0.1,0.5"], None)
     assert comparison.axes == {"method": ["fedit", "fedweave"], "data.alpha": ["0.1", "0.5"]}
@@ -152,12 +203,6 @@ def test_packaged_comparisons_are_valid_and_open_with_their_command(name, tmp_pa
 def test_mistakes_are_found_before_anything_runs(tmp_path, name, overrides, best_of, word):
     with pytest.raises(UserError, match=word):
         cells(load_comparison(name, overrides, best_of), tmp_path)
-
-
-@pytest.fixture
-def quick(small) -> list[str]:
-    """Cells that take a fraction of a second each."""
-    return [*small, "data.train=6", "training.rounds=1", "training.local_steps=1", "experts.single_rank=8"]
 
 
 def test_a_grid_runs_survives_a_broken_cell_and_is_not_run_twice(tmp_path, quick):
@@ -243,6 +288,38 @@ def test_the_suites_sets_differ_as_their_names_say(tmp_path):
     assert [name for name, d in data.items() if d.partition == "pure"] == ["pure-clients"]
     assert [name for name, d in data.items() if len(d.tasks) == 1] == ["one-kind"]
     assert all(d.distinct for d in data.values())
+
+
+COMMON = ("training.schedule", "training.weighting", "training.patience")  # of the recipe, for all methods
+
+
+@pytest.mark.parametrize("name", ["suite", "suite-search"])
+def test_what_the_recipe_adds_reaches_no_baseline_of_the_suite(name, tmp_path):
+    """Under `weave` a baseline is what it is in `benchmark`; data, features and budget are everybody's."""
+    usual, ours = (flatten(to_tree(load_config(recipe))) for recipe in ("benchmark", "weave"))
+    for c in cells(load_comparison(name, ["data.name=four", "seed=1", "data.path=x"], None), tmp_path):
+        for key, value in flatten(to_tree(c.config)).items():
+            own = key.startswith(("experts.", "router.", "alignment.", "discovery.", "training."))
+            if own and key != "training.lr":
+                woven = key in COMMON or c.config.method in ("fedweave", "oracle")
+                assert value == (ours if woven else usual)[key], f"{c.config.method}: {key}"
+            elif key.startswith("backbone."):
+                assert value == ours[key]
+
+
+def test_the_search_tries_as_many_rates_for_every_method_and_none_of_the_suites_seeds(tmp_path):
+    search, suite = (
+        cells(load_comparison(name, ["data.name=natural", "data.path=x"], None), tmp_path)
+        for name in ("suite-search", "suite")
+    )
+    rates = {}
+    for c in search:
+        rates.setdefault(c.config.method, set()).add(c.config.training.lr)
+        assert c.config.data.source == "tasks" and not c.config.evaluation.scores
+    assert set(rates) == {c.config.method for c in suite} and {len(r) for r in rates.values()} == {4}
+    assert not {c.config.seed for c in search} & {c.config.seed for c in suite}
+    pinned = next(c.config for c in search if c.config.method == "fedlease")
+    assert pinned.alignment.linkage == "average" and pinned.alignment.max_experts == 8
 
 
 def test_sets_of_data_are_ranked_apart(tmp_path):

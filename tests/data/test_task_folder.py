@@ -46,7 +46,9 @@ def change(folder, index, **changes):
 
 def test_tasks_rows_and_metrics(folder):
     data = loaded(folder)
-    assert {name: (t.title, t.metric, t.max_new_tokens) for name, t in data.tasks.items()} == {
+    assert {
+        name: (t.title, t.metric, t.max_new_tokens) for name, t in (data.tasks | data.unseen_tasks).items()
+    } == {
         "count": ("Count", "exact", 64),  # two different answers
         "add": ("add", "number", 5),
         "echo": ("echo", "exact", 64),
@@ -73,7 +75,7 @@ def test_unseen_tasks_are_a_second_test_set_and_nothing_else(folder):
     data = loaded(folder)
     rest = [*data.validation, *data.test, *(e for rows in data.clients.values() for e in rows)]
     assert [e.task for e in data.unseen] == ["shout"] * 5
-    assert "shout" not in {e.task for e in rest}
+    assert "shout" not in {e.task for e in rest} | set(data.tasks) and list(data.unseen_tasks) == ["shout"]
     assert data.manifest["unseen"] == [e.origin for e in data.unseen]
 
 

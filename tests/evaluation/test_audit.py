@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from fedweave.evaluation.audit import alignment_audit, per_task, purity, routing_table
+from fedweave.evaluation.audit import alignment_audit, decided, per_task, purity, routing_table
 
 
 def test_purity_counts_dominant_labels():
@@ -26,6 +26,11 @@ def test_local_audit_weights_clients_by_size():
     buckets = [[np.arange(3)], [np.array([0])]]
     audit = alignment_audit(buckets, [[0], [0]], [["a", "a", "b"], ["a"]])
     assert audit["local"]["purity"] == pytest.approx((3 * (2 / 3) + 1) / 4)
+
+
+def test_routing_is_decided_where_one_expert_has_nearly_all_prompts_of_a_kind():
+    weights = torch.tensor([[0.9, 0.1], [0.6, 0.4], [0.4, 0.6], [0.1, 0.9], [0.2, 0.8]])
+    assert decided(weights, ["x", "x", "x", "y", "y"]) == pytest.approx({"x": 2 / 3, "y": 1.0})
 
 
 def test_routing_rows_sum_to_one_and_macro_is_unweighted():

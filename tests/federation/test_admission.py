@@ -16,7 +16,7 @@ from fedweave.federation.client import Client
 from fedweave.federation.engines.base import Engine
 from fedweave.federation.engines.in_process import InProcessEngine
 from fedweave.federation.exit import Exit
-from fedweave.federation.message import Message
+from fedweave.federation.message import Message, Refused
 from fedweave.federation.rounds import federate, one_round
 from fedweave.federation.state import broadcast
 from fedweave.federation.steps import Asked
@@ -301,6 +301,25 @@ def test_a_run_logs_refusals_and_remembers_norms_over_a_resume(tmp_path, small, 
     assert len(meta["norms"]["experts"]) == 2 and all(n > 0 for n in meta["norms"]["experts"])
 
 
+def test_a_client_speaks_for_no_more_than_its_buckets_have(config, backbone, prepared):
+    """It serves what alignment gave it: to claim another expert, or more of one, buys nothing."""
+    config = changed(config)
+    engine, state = prepared(config, backbone)
+    method, question = build_method(config), broadcast(state, 0)
+    member = engine.members[BAD]
+    asked = [Asked(member, question, engine.layers, engine.width)]
+    ((_, sent),) = engine.replies(method.train, asked, question)
+    counts = [int(n) for n in sent.facts["counts"]]
+    for m, most in enumerate(method.claims(member, len(counts))):
+        assert counts[m] <= most <= len(member)
+        if most < len(member):
+            greedy = [*counts[:m], most + 1, *counts[m + 1 :]]
+            with pytest.raises(
+                Refused, match=f"it claims {most + 1} examples for expert {m}, where its buckets have"
+            ):
+                method.train.parts(asked[0], sent.facts | {"counts": greedy})
+
+
 def test_the_server_never_holds_more_than_two_answers(config, prepared, backbone):
     """Fifty clients, one message at a time: the one that is looked at, and the one that is just being made."""
     config = changed(config)
@@ -321,7 +340,8 @@ def test_the_server_never_holds_more_than_two_answers(config, prepared, backbone
                 most = max(most, sum(ref() is not None for ref in alive))
                 yield one.member, message
 
-    clients = [Client(i, engine.members[0].data) for i in range(50)]
+    one = engine.members[0]
+    clients = [Client(i, one.data, one.buckets, one.assignment) for i in range(50)]
     crowd = Crowd(backbone, clients, config, engine.console)
     _, report = one_round(method, crowd, state, crowd.members, 0)
     engine.detach()

@@ -11,7 +11,8 @@ import torch
 from safetensors.torch import load_file
 
 from fedweave.cli import main
-from tests.helpers import PATIENCE, assert_trained_alike, fork, free_port, read_json
+from tests.helpers import PATIENCE, assert_trained_alike, events, fork, free_port, read_json
+from tests.runs.test_course import HARMFUL
 
 
 def torchrun(*program: str) -> tuple[int, str]:
@@ -76,6 +77,20 @@ def test_two_processes_equal_one(tmp_path, small, tiny_copy, method, extra, limi
     longer = tensors(two)
     for name, tensor in tensors(one).items():
         assert_trained_alike(tensor, longer[name], limit)
+
+
+def test_all_processes_go_back_and_end_together(tmp_path, small, tiny_run):
+    """Only the first one measures, and all hold the state."""
+    settings = ["method=fedsa-lora", "federation.update_dtype=int8", *HARMFUL, "training.rounds=9"]
+    two, logs = tmp_path / "two", tmp_path / "logs"
+    logs.mkdir()
+    codes, said = together(logs, "run", "quickstart", *small, *settings, "training.rounds=2", f"output={two}")
+    assert codes == [0, 0], said[-2000:]
+    codes, said = together(logs, "resume", str(two), "training.rounds=9")
+    assert codes == [0, 0], said[-2000:]
+    one = tiny_run(*settings)
+    assert events(two, "setback") == events(one, "setback") and len(events(one, "setback")) == 4
+    assert read_json(two / "summary.json")["ended_early"]
 
 
 def test_a_mistake_ends_all_processes_with_the_sentence(tmp_path):

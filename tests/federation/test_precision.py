@@ -172,7 +172,16 @@ def test_a_site_that_restarts_knows_what_it_owes():
     for t in range(3):
         leaving(memory, t, part, "int8")
     again = Memory()
-    again.load({name: tensor.clone() for name, tensor in memory.tensors().items()}, memory.round)
+    again.load({name: tensor.clone() for name, tensor in memory.tensors().items()}, memory.round, memory.pace)
     for t in (2, 3):  # the last round once more, or the next
         ours, theirs = leaving(memory, t, part, "int8"), leaving(again, t, part, "int8")
         assert all(torch.equal(ours[name], theirs[name]) for name in ours)
+
+
+def test_a_lower_pace_forgets_what_rounding_took_before():
+    memory, part = Memory(), torch.randn(300, generator=torch.Generator().manual_seed(1))
+    leaving(memory, 0, part, "int8")
+    memory.begin(1, 1.0)
+    assert memory.before
+    memory.begin(2, 0.5)
+    assert not memory.before

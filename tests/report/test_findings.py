@@ -17,7 +17,7 @@ def validations(*losses, **more):
     ]
 
 
-def outcome(sparse=1.0, soft=1.0, bare=5.0, routing=None):
+def outcome(sparse=1.0, soft=1.0, bare=5.0, routing=None, **more):
     return {
         "tasks": {"a": "A", "b": "B"},
         "test": {
@@ -26,6 +26,7 @@ def outcome(sparse=1.0, soft=1.0, bare=5.0, routing=None):
                 "round": 1,
                 "loss": {"sparse": {"a": sparse, "macro": sparse}, "soft": {"a": soft, "macro": soft}},
                 "routing": routing or {},
+                **more,
             },
             "untouched": {"loss": {"a": bare, "macro": bare}},
         },
@@ -97,6 +98,14 @@ CASES = {  # finding -> (fires, keeps quiet)
     "experts_per_task": (
         {"summary": outcome(routing={"a": [0.9, 0.1], "b": [0.8, 0.2]}), "discovery": discovery(2)},
         {"summary": outcome(routing={"a": [1.0], "b": [1.0]}), "discovery": discovery(1)},
+    ),
+    "went_back": (
+        {"events": [{"event": "setback", "round": 5, "best_round": 3, "pace": 0.5, "ended": False}]},
+        {"events": validations(1.0)},
+    ),
+    "scattered_kinds": (
+        {"summary": outcome(decided={"sums": 0.97, "copies": 0.6})},
+        {"summary": outcome(decided={"sums": 0.97, "copies": 0.95})},
     ),
 }
 

@@ -29,6 +29,12 @@ def register(verbs: Verbs) -> None:
         "--output", type=Path, help="folder of cells and tables (compare/NAME), or of a folder for each of several"
     )
     compare.add_argument("--minutes", type=float, help="begin no cell that would end later; run again to go on")
+    compare.add_argument(
+        "--record",
+        type=Path,
+        metavar="FILE",
+        help="a JSON file that gets every finished cell in short, beside others",
+    )
     compare.add_argument("--best-of", metavar="KEY", help="an axis of which every method gets its best value")
     quiet(compare)
 
@@ -64,4 +70,4 @@ def _compare(arguments: argparse.Namespace, console: Console) -> None:
     names = [arguments.name, *more]
     parent = arguments.output or Path("compare")
     outputs = [arguments.output] if arguments.output and not more else [parent / Path(name).stem for name in names]
-    print(compare(names, settings, outputs, arguments.best_of, console, arguments.minutes))
+    print(compare(names, settings, outputs, arguments.best_of, console, arguments.minutes, arguments.record))

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from fedweave.compare.grid import Cell, Comparison, Outcome, Runner, cells, load_comparison
+from fedweave.compare.record import read_record, write_record
 from fedweave.compare.tables import Results, as_csv, choose_best, latex, markdown
 from fedweave.console import Console
 from fedweave.errors import UserError
@@ -21,11 +22,15 @@ def compare(
     best_of: str | None,
     console: Console,
     minutes: float | None = None,
+    record: Path | None = None,
 ) -> str:
-    """Run (or finish) comparisons, each into its own folder; returns their tables as Markdown."""
+    """Run (or finish) comparisons, each into its own folder; returns their tables as Markdown. ``record`` is a file
+    that gets every finished cell in short."""
     processes = world()
     if processes is not None and minutes is not None:
         raise UserError("--minutes is for one process: several would not stop before the same cell.")
+    if record is not None:
+        read_record(record)  # a file that is something else shows before anything runs
     comparisons = {name: load_comparison(name, overrides, best_of) for name in names}
     folders = dict(zip(names, outputs, strict=True))
     grids = {name: cells(comparison, folders[name]) for name, comparison in comparisons.items()}
@@ -37,6 +42,8 @@ def compare(
     texts = []
     if processes is None or processes.rank == 0:  # the first process writes the tables
         texts = [_write(comparisons[name], outcomes[name], folders[name], console) for name in names]
+        if record is not None:
+            write_record(record, {folders[name].name: outcomes[name].finished for name in names})
     if left:
         console.warn(f"{minutes:g} minutes are up with {left} cells to go; the same command goes on with them.")
     if not any(texts) and (processes is None or processes.rank == 0):
@@ -68,8 +75,13 @@ def _write(comparison: Comparison, outcome: Outcome, output: Path, console: Cons
         for (cell, summary), folder in zip(finished, outcome.folders, strict=True)
     ]
     if comparison.best_of:
-        finished, lines = choose_best(finished, comparison.best_of)
-        text = f"{comparison.best_of} chosen by validation loss:\n\n" + "".join(f"- {x}\n" for x in lines) + "\n"
+        finished, lines = choose_best(finished, comparison.best_of, comparison.tables)
+        for_all = f", one for every {comparison.tables}" if comparison.tables else ""
+        text = (
+            f"{comparison.best_of} chosen by validation loss{for_all}:\n\n"
+            + "".join(f"- {x}\n" for x in lines)
+            + "\n"
+        )
     parts = _parts(finished, comparison.tables)
     text += "\n".join(f"### {name}\n\n{markdown(part)}" if name else markdown(part) for name, part in parts.items())
     output.mkdir(parents=True, exist_ok=True)  # all of its cells may stand elsewhere

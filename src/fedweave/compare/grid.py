@@ -2,17 +2,18 @@
 
 A comparison is a recipe plus axes. An axis is a config key with several values, from a comparison file or the
 command line (``method=fedit,fedweave seed=42,43,44 data.alpha=0.1,0.3``); ``method=fedit:training.lr=3e-4`` is a
-setting of that method's cells alone. A finished cell is never run again, not even where several comparisons
-share it, and an interrupted one is resumed, so a crash loses at most the round that was under way.
+setting of that method's cells alone; several values of an axis are those that it has there. A finished cell is
+never run again, not even where several comparisons share it, and an interrupted one is resumed, so a crash loses at
+most the round that was under way.
 """
 
-import itertools
 import json
 import time
 import traceback
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from fedweave.config import RECIPES, Config, load_config, recipe_names
 from fedweave.console import Console
@@ -27,7 +28,7 @@ from fedweave.settings import read_yaml, to_tree
 Known = tuple[Path, Summary | None]  # a finished run's folder and summary; None: another process has it
 
 COMPARISONS = RECIPES / "compare"
-_KEYS = ["recipe", "axes", "set", "per", "best_of", "tables"]
+_KEYS = ["like", "recipe", "axes", "set", "per", "best_of", "tables"]
 
 
 @dataclass
@@ -37,6 +38,7 @@ class Comparison:
     settings: list[str] = field(default_factory=list)  # overrides of every cell
     best_of: str | None = None  # an axis of which each method gets its best value, by validation loss
     per: dict[str, list[str]] = field(default_factory=dict)  # "method=fedit" -> overrides of those cells alone
+    ranges: dict[str, dict[str, list]] = field(default_factory=dict)  # the same -> axis -> its values there
     tables: str | None = None  # an axis whose values get a table each: rows of different data have no order
 
 
@@ -72,30 +74,26 @@ def comparison_names() -> list[str]:
 
 def load_comparison(name: str, overrides: Sequence[str], best_of: str | None) -> Comparison:
     """A packaged comparison, a comparison file, or a recipe; ``key=a,b`` adds or replaces an axis."""
-    path = Path(name) if name.endswith((".yaml", ".yml")) else COMPARISONS / f"{name}.yaml"
-    tree = read_yaml(read_text(path), str(path)) if path.is_file() else {}
-    if "axes" not in tree:  # not a comparison: an ordinary recipe
-        if not path.is_file() and name not in recipe_names():
-            hint = nearest(name, [*comparison_names(), *recipe_names()])
-            raise UserError(f"there is no comparison or recipe {name!r}: {hint}")
-        tree = {"recipe": name, "axes": {}}
-    if unknown := sorted(set(tree) - set(_KEYS)):
-        raise UserError(f"{path}: unknown key {unknown[0]!r}: {nearest(unknown[0], _KEYS)}")
+    tree = _read(name)
     axes = {str(key): list(values) for key, values in tree["axes"].items()}
     settings = [f"{key}={json.dumps(value)}" for key, value in (tree.get("set") or {}).items()]
-    per = {
-        str(condition): [f"{key}={json.dumps(value)}" for key, value in changes.items()]
+    own: list[tuple[str, str, str, list | None]] = [
+        (str(condition), str(key), json.dumps(value), value if isinstance(value, list) else None)
         for condition, changes in (tree.get("per") or {}).items()
-    }
+        for key, value in changes.items()
+    ]
+    asked = set()  # what the command line sets for all cells
     for item in overrides:
         condition, colon, change = item.partition(":")
         if colon and "=" in condition and "=" in change:  # method=fedit:training.lr=3e-4
-            per.setdefault(condition, []).append(change)
+            key, _, value = change.partition("=")
+            own.append((condition, key, value, _several(value)))
             continue
         key, _, value = item.partition("=")
-        if "," in value and not value.startswith(("[", "{")):
-            axes[key] = [v.strip() for v in value.split(",")]
-        elif key in axes and any(condition.startswith(f"{key}=") for condition in per):
+        asked.add(key)
+        if (several := _several(value)) is not None:
+            axes[key] = several
+        elif key in axes and any(condition.startswith(f"{key}=") for condition, *_ in own):
             axes[key] = [value]  # still an axis: what the comparison sets for this value holds
         else:
             axes.pop(key, None)
@@ -103,8 +101,42 @@ def load_comparison(name: str, overrides: Sequence[str], best_of: str | None) ->
     best_of = best_of or tree.get("best_of")
     if best_of is not None and best_of not in axes:
         raise UserError(f"--best-of {best_of} is no axis; the axes are {', '.join(axes) or 'none'}.")
-    tables = tree.get("tables")
-    return Comparison(tree["recipe"], axes, settings, best_of, per, tables if tables in axes else None)
+    tables = tree.get("tables") if tree.get("tables") in axes else None
+    found = Comparison(tree["recipe"], axes, settings, best_of, tables=tables)
+    for condition, key, value, values in own:
+        if key in tree["axes"] and values is not None:
+            if key not in asked:
+                found.ranges.setdefault(condition, {})[key] = values
+        else:
+            found.per.setdefault(condition, []).append(f"{key}={value}")
+    return found
+
+
+def _read(name: str) -> dict[str, Any]:
+    """The file of a comparison, with what it takes from the one that it is like; a recipe is one without axes."""
+    path = Path(name) if name.endswith((".yaml", ".yml")) else COMPARISONS / f"{name}.yaml"
+    tree: dict[str, Any] = read_yaml(read_text(path), str(path)) if path.is_file() else {}
+    if not {"axes", "like"} & set(tree):  # not a comparison: an ordinary recipe
+        if not path.is_file() and name not in recipe_names():
+            hint = nearest(name, [*comparison_names(), *recipe_names()])
+            raise UserError(f"there is no comparison or recipe {name!r}: {hint}")
+        tree = {"recipe": name, "axes": {}}
+    unknown = set(tree) - set(_KEYS)
+    if unknown:
+        hint = nearest(sorted(unknown)[0], _KEYS)
+        raise UserError(f"{path}: unknown key {sorted(unknown)[0]!r}: {hint}")
+    if (like := tree.pop("like", None)) is None:
+        return tree
+    base = _read(str(like))
+    merged = {key: {**base.get(key, {}), **tree.get(key, {})} for key in ("axes", "set", "per")}
+    for condition, changes in base.get("per", {}).items():
+        merged["per"][condition] = {**changes, **tree.get("per", {}).get(condition, {})}
+    return {**base, **tree, **merged}
+
+
+def _several(text: str) -> list | None:
+    """The values of ``a,b``; None where it is one value, or a list that is one."""
+    return [v.strip() for v in text.split(",")] if "," in text and not text.startswith(("[", "{")) else None
 
 
 def cells(comparison: Comparison, output: Path) -> list[Cell]:
@@ -112,8 +144,7 @@ def cells(comparison: Comparison, output: Path) -> list[Cell]:
     methods there is already a table."""
     keys = sorted(comparison.axes, key=lambda key: key != "seed")
     grid = []
-    for combination in itertools.product(*(comparison.axes[key] for key in keys)):
-        values = dict(zip(keys, combination, strict=True))
+    for values in _combinations(comparison, keys, {}):
         name = "_".join(f"{key.split('.')[-1]}-{Path(str(v)).name}" for key, v in values.items()) or "run"
         folder = output / "cells" / name
         own = [x for key, value in values.items() for x in comparison.per.get(f"{key}={value}", [])]
@@ -125,6 +156,19 @@ def cells(comparison: Comparison, output: Path) -> list[Cell]:
         ]
         grid.append(Cell(values, load_config(comparison.recipe, overrides), folder))
     return grid
+
+
+def _combinations(
+    comparison: Comparison, keys: list[str], values: dict[str, object]
+) -> Iterator[dict[str, object]]:
+    """Every choice of values for these axes; what stands before an axis may give it values of its own."""
+    if not keys:
+        yield values
+        return
+    key, *rest = keys
+    own = [comparison.ranges.get(f"{k}={v}", {}).get(key) for k, v in values.items()]
+    for value in next((found for found in own if found), comparison.axes[key]):
+        yield from _combinations(comparison, rest, values | {key: value})
 
 
 @dataclass

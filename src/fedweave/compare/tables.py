@@ -5,7 +5,7 @@ from __future__ import annotations
 import csv
 import io
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -13,11 +13,13 @@ from scipy.stats import ttest_rel
 
 from fedweave.compare.grid import Cell
 from fedweave.methods import METHODS, method_class
+from fedweave.runs.text import FEW_TASKS
 from fedweave.schema import Summary
 
 Row = tuple[str, ...]  # the values of all axes but the seed
 Finished = Sequence[tuple[Cell, Summary]]
-_AGREEMENT = ("purity", "nmi", "ari")  # of buckets (local) and experts (global) with task labels
+# of buckets (local) and experts (global) with tasks, and with kinds where several tasks are one; of prompts
+_AGREEMENT = ("purity", "nmi", "ari", "kind-", "decided")
 
 
 @dataclass
@@ -53,7 +55,7 @@ class Results:
     rows: dict[Row, dict[str, Figure]]
     seeds: dict[Row, list[int]]
     parameters: dict[Row, list[int]]  # trained, by seed: a method may find another number of experts in each
-    bounds: set[Row]  # told the task labels: upper bounds that no method competes with
+    bounds: set[Row]  # told the kinds, or given all data: bounds that no method competes with
     notes: list[str]
 
     @classmethod
@@ -81,6 +83,11 @@ class Results:
         return cls(axes, columns, titles, rows, dict(seeds), dict(parameters), bounds, notes)
 
     @property
+    def shown(self) -> list[str]:
+        """The columns of a table; of many tasks it has the mean alone, and results.csv all."""
+        return [c for c in self.columns if len(self.titles) <= FEW_TASKS or c.partition(" ")[2] not in self.titles]
+
+    @property
     def common(self) -> list[int]:
         """Seeds that all competing rows have: a mean over other seeds is a mean over other data."""
         competing = [seeds for row, seeds in self.seeds.items() if row not in self.bounds]
@@ -89,7 +96,7 @@ class Results:
     def ranks(self, column: str) -> dict[Row, int]:
         """0 for the best row of a column, 1 for the second, and so on, judged by common seeds where there are any;
         rows that look equal share their rank. Upper bounds have none, nor has anyone where nobody is behind."""
-        sign = 1 if not column.startswith(("score", *_AGREEMENT)) else -1
+        sign = 1 if not column.startswith(("score", "unseen-score", *_AGREEMENT)) else -1
         shown = {
             row: sign * round(float(np.mean(figures[column].over(self.common) or figures[column].values)), 4)
             for row, figures in self.rows.items()
@@ -114,7 +121,7 @@ class Results:
         """What a reader of the table must know about its rows."""
         said = []
         if self.bounds:
-            said.append("An upper bound is told every task label; it is marked †, and not ranked.")
+            said.append("A bound is told labels or has all data in one place; it is marked †, and not ranked.")
         if len({tuple(sorted(map(str, s))) for row, s in self.seeds.items() if row not in self.bounds}) > 1:
             judged = (
                 f"by the seeds that all have ({', '.join(map(str, self.common))})"
@@ -141,54 +148,80 @@ def _figures(summary: Summary) -> dict[str, float]:
         for routing, measured in best.get("routings", {}).items():
             figures[f"score-{routing} macro"] = measured["score"]["macro"]
             figures[f"ms-{routing} per prompt"] = measured["ms_per_prompt"]
-    if audit := summary["audit"]:
-        for level, found in (("local", audit["local"]), ("global", audit["global"])):
-            figures |= {f"{name} {level}": value for name, value in found.items() if isinstance(value, float)}
+    if unseen := summary["test"].get("unseen"):
+        if "score" in unseen:
+            figures["unseen-score macro"] = unseen["score"]["macro"]
+        figures["unseen-loss macro"] = unseen["loss"][unseen["used"]]["macro"]
+    for prefix, audit in (("", summary["audit"]), ("kind-", summary.get("kind_audit"))):
+        for level, found in (("local", audit["local"]), ("global", audit["global"])) if audit else ():
+            figures |= {f"{prefix}{name} {level}": x for name, x in found.items() if isinstance(x, float)}
+    if best and (decided := best.get("decided")):
+        figures |= {"decided mean": float(np.mean(list(decided.values()))), "decided least": min(decided.values())}
     figures["validation loss"] = summary["validation"]["best_loss"]
     return figures
 
 
-def choose_best(finished: Finished, key: str) -> tuple[list[tuple[Cell, Summary]], list[str]]:
-    """Give every row its best value of ``key``, by mean validation loss over seeds; test data plays no part."""
-    losses: dict[Row, dict[str, dict[int, float]]] = defaultdict(lambda: defaultdict(dict))  # by value and seed
+def choose_best(
+    finished: Finished, key: str, over: str | None = None
+) -> tuple[list[tuple[Cell, Summary]], list[str]]:
+    """Give every row its best value of ``key``, by mean validation loss over seeds; test data plays no part. With
+    ``over`` it is one value for all values of that axis, data sets say, by the geometric mean: a set whose losses
+    are large counts no more than others."""
+    losses: dict[Row, dict[str, dict[Row, float]]] = defaultdict(
+        lambda: defaultdict(dict)
+    )  # by value, seed and set
 
     def row_of(cell: Cell) -> Row:
-        return tuple(str(v) for k, v in cell.values.items() if k not in ("seed", key))
+        return tuple(str(v) for k, v in cell.values.items() if k not in ("seed", key, over))
 
     for cell, summary in finished:
-        losses[row_of(cell)][str(cell.values[key])][summary["seed"]] = summary["validation"]["best_loss"]
+        measured = summary["validation"]["best_loss"]
+        place = (str(summary["seed"]), str(cell.values.get(over or "")))
+        losses[row_of(cell)][str(cell.values[key])][place] = float(np.log(measured)) if over else measured
     means = {
         row: {v: _mean_of_common(x, list(tried.values())) for v, x in tried.items()}
         for row, tried in losses.items()
     }
     best = {row: min(tried, key=lambda v: tried[v]) for row, tried in means.items()}
+    if over:
+        means = {row: {v: float(np.exp(mean)) for v, mean in tried.items()} for row, tried in means.items()}
     lines = [
         f"{', '.join(row) or 'all'}: "
         + ", ".join(f"{key}={v} → {mean:.4f}{' (chosen)' if v == best[row] else ''}" for v, mean in tried.items())
+        + ("; at the edge of what was tried" if _at_the_edge(best[row], tried) else "")
         for row, tried in means.items()
     ]
     return [(c, s) for c, s in finished if str(c.values[key]) == best[row_of(c)]], lines
 
 
-def _mean_of_common(own: dict[int, float], all_of_them: Sequence[dict[int, float]]) -> float:
-    """Mean over the seeds that all have, or over its own where they share none."""
+def _mean_of_common(own: dict[Row, float], all_of_them: Sequence[dict[Row, float]]) -> float:
+    """Mean over the places (seed and set) that all have, or over its own where they share none."""
     return float(
-        np.mean([x for seed, x in own.items() if all(seed in o for o in all_of_them)] or list(own.values()))
+        np.mean([x for place, x in own.items() if all(place in o for o in all_of_them)] or list(own.values()))
     )
+
+
+def _at_the_edge(best: str, tried: Iterable[str]) -> bool:
+    """Whether a number is the lowest or the highest of those tried: the true best may lie beyond."""
+    try:
+        values = [float(value) for value in tried]
+    except ValueError:
+        return False
+    return len(values) > 1 and float(best) in (min(values), max(values))
 
 
 def markdown(results: Results) -> str:
     """Two tables, scores and losses, and what a reader must know beside them."""
     parts = []
     for title, starts in (
-        ("Scores ↑", ("score",)),
-        ("Losses ↓", ("loss", "sparse-loss", "soft-loss", "validation", "ms")),
-        ("Buckets and experts against task labels ↑", _AGREEMENT),
+        ("Scores ↑", ("score", "unseen-score")),
+        ("Losses ↓", ("loss", "sparse-loss", "soft-loss", "unseen-loss", "validation", "ms")),
+        ("Buckets, experts and routing against labels ↑", _AGREEMENT),
     ):
-        columns = [c for c in results.columns if c.startswith(starts)]
+        columns = [c for c in results.shown if c.startswith(starts)]
         if columns:
             parts.append(f"**{title}**\n\n" + _markdown_table(results, columns))
-    for column in ("loss macro", "score macro"):
+    for column in ("loss macro", "score macro", "unseen-loss macro", "unseen-score macro"):
         if column in results.columns and (tests := results.paired(column)):
             corrected, many = holm(tests), len(tests) > 1
             listed = ", ".join(
@@ -227,7 +260,7 @@ def _millions(counts: Sequence[int]) -> str:
 
 def latex(results: Results) -> str:
     """The paper's Table 1 layout: a booktabs tabular of all score and loss columns."""
-    columns = [c for c in results.columns if c.startswith(("score", "loss"))]
+    columns = [c for c in results.shown if c.startswith(("score", "loss", "unseen"))]
     header = " & ".join([*results.axes, *(results.title(c) for c in columns)])
     lines = [rf"\begin{{tabular}}{{{'l' * len(results.axes)}{'c' * len(columns)}}}", r"\toprule", header + r" \\",
              r"\midrule"]  # fmt: skip

@@ -64,7 +64,8 @@ def _deal(config: Config, found: TaskFolder, notes: list[str]) -> FederatedData:
         clients=dict(zip(client_names(data.clients), shares, strict=True)),
         validation=[e for parts in splits.values() for e in parts["validation"]],
         test=[e for parts in splits.values() for e in parts["test"]],
-        tasks=found.tasks,
+        tasks={name: found.tasks[name] for name in found.pools},
+        unseen_tasks={name: found.tasks[name] for name in found.unseen},
         unseen=[
             row
             for t, pool in enumerate(found.unseen.values(), start=len(found.pools))
@@ -75,7 +76,7 @@ def _deal(config: Config, found: TaskFolder, notes: list[str]) -> FederatedData:
 
 
 def _manifest(config: Config, data: FederatedData) -> Manifest:
-    return {
+    manifest: Manifest = {
         "source": config.data.source,
         "seed": config.seed,
         "notes": [] if config.data.source == "jsonl" else data.notes,  # scoring may change on resume
@@ -86,6 +87,9 @@ def _manifest(config: Config, data: FederatedData) -> Manifest:
         "unseen": [e.origin for e in data.unseen],
         "fingerprint": _fingerprint(data),
     }
+    if data.unseen:
+        manifest["unseen_tasks"] = {name: task.title for name, task in data.unseen_tasks.items()}
+    return manifest
 
 
 def _fingerprint(data: FederatedData) -> DataFingerprint:

@@ -51,9 +51,15 @@ class FederatedData:
     validation: list[Example]
     test: list[Example]
     tasks: dict[str, Task]
-    unseen: list[Example] = field(default_factory=list)  # a second test set: tasks that nobody trains on
+    unseen: list[Example] = field(default_factory=list)  # a second test set
+    unseen_tasks: dict[str, Task] = field(default_factory=dict)  # those of it, which nobody trains on
     notes: list[str] = field(default_factory=list)  # remarks that belong beside every result
     manifest: Manifest = field(init=False, repr=False, compare=False)  # where all of it came from
 
     def sizes(self) -> dict[str, int]:
         return {name: len(rows) for name, rows in self.clients.items()}
+
+    def kinds(self) -> list[str]:
+        """What an upper bound is told of an example: one of these."""
+        rows = [self.validation, self.test, *self.clients.values()]
+        return list(dict.fromkeys(e.kind for part in rows for e in part))

@@ -1,4 +1,4 @@
-"""Audits that need task labels, which no method ever saw: alignment quality and the task × expert table."""
+"""Audits that need labels, which no method ever saw: how buckets, experts and routing meet tasks and kinds."""
 
 from collections.abc import Sequence
 
@@ -29,9 +29,9 @@ def agreement(clusters: Sequence[int], labels: Sequence[int | str]) -> Agreement
 def alignment_audit(
     buckets: Sequence[Sequence[np.ndarray]],  # [client][bucket] of example indices
     assignment: Sequence[Sequence[int]],  # [client][bucket] the expert
-    labels: Sequence[Sequence[str]],  # [client][example] the task
+    labels: Sequence[Sequence[str]],  # [client][example] the task, or the kind
 ) -> Audit:
-    """Local: buckets against tasks within each client, averaged by client size. Global: experts against tasks."""
+    """Local: buckets against labels within each client, averaged by client size. Global: experts against labels."""
     local: list[Agreement] = []
     sizes, experts, tasks = [], [], []
     for members, owners, truth in zip(buckets, assignment, labels, strict=True):
@@ -55,6 +55,13 @@ def routing_table(weights: torch.Tensor, labels: Sequence[str]) -> dict[str, lis
     tasks = list(dict.fromkeys(labels))
     rows = np.asarray(labels)
     return {t: weights[torch.from_numpy(rows == t)].mean(0).tolist() for t in tasks}
+
+
+def decided(weights: torch.Tensor, kinds: Sequence[str]) -> dict[str, float]:
+    """The share of every kind's prompts whose first choice is the kind's most frequent expert; weights [n, M]."""
+    chosen, rows = weights.argmax(1), np.asarray(kinds)
+    counts = {kind: chosen[torch.from_numpy(rows == kind)].bincount() for kind in dict.fromkeys(kinds)}
+    return {kind: (count.max() / count.sum()).item() for kind, count in counts.items()}
 
 
 def per_task(values: torch.Tensor, labels: Sequence[str]) -> dict[str, float]:

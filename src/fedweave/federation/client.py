@@ -53,17 +53,19 @@ class Memory:
 
     def __init__(self) -> None:
         self.round = -1
+        self.pace: float | None = None  # of that round, where it is known
         self.before: dict[str, torch.Tensor] = {}  # as the open round found it
         self.after: dict[str, torch.Tensor] = {}  # as it leaves it
 
-    def begin(self, t: int) -> None:
+    def begin(self, t: int, pace: float = 1.0) -> None:
         """Round t opens. A server that goes back further than one round finds the oldest state that is left; what
-        rounding took since then is forgotten."""
+        rounding took since then is forgotten, as it is where a lower pace tells that a run is back at its best."""
+        slower = self.pace is not None and pace < self.pace
         if t > self.round:
             self.before = self.after
-        elif t < self.round:
+        if t < self.round or slower:
             self.before = {name: x for name, x in self.before.items() if not name.startswith(RESIDUAL)}
-        self.round, self.after = t, dict(self.before)
+        self.round, self.pace, self.after = t, pace, dict(self.before)
 
     def get(self, name: str) -> torch.Tensor | None:
         return self.before.get(name)
@@ -76,15 +78,15 @@ class Memory:
         self.before[name] = self.after[name] = tensor
 
     def restore(self, tensors: Mapping[str, torch.Tensor]) -> None:
-        """Back to the end of a checkpoint's round."""
-        self.round, self.before, self.after = -1, {}, dict(tensors)
+        """Back to the end of a checkpoint's round, or of the best one."""
+        self.round, self.pace, self.before, self.after = -1, None, {}, dict(tensors)
 
     def tensors(self) -> dict[str, torch.Tensor]:
         """What a site writes down after round :attr:`round`, which may yet be repeated."""
         return {f"before.{k}": v for k, v in self.before.items()} | {f"after.{k}": v for k, v in self.after.items()}
 
-    def load(self, tensors: Mapping[str, torch.Tensor], t: int) -> None:
-        self.round = t
+    def load(self, tensors: Mapping[str, torch.Tensor], t: int, pace: float | None) -> None:
+        self.round, self.pace = t, pace
         self.before, self.after = (
             {name.removeprefix(when): x for name, x in tensors.items() if name.startswith(when)}
             for when in ("before.", "after.")

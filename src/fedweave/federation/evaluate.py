@@ -6,8 +6,10 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+import numpy as np
 import torch
 
+from fedweave.aggregation.robust import capped
 from fedweave.federation.client import OWN, Client
 from fedweave.federation.message import Facts, Message
 from fedweave.federation.state import received
@@ -18,6 +20,7 @@ if TYPE_CHECKING:
     from fedweave.federation.method import Method
 
 _MOST = 1e4  # nats: more than any vocabulary can cost
+_LONGEST = 3.0  # times the median of all sites: a site's mean loss that is believed
 
 
 @dataclass
@@ -38,6 +41,18 @@ class Loss:
     @property
     def mean_entropy(self) -> float:
         return self.entropy / self.count if self.count else float("nan")
+
+
+def overall(losses: Sequence[Loss], most: float) -> Loss:
+    """The sum over sites, of which none tips the choice of a round alone: a mean beyond a few times the median of
+    all counts as that, and nobody for more than the share ``most`` of all examples."""
+    limit = _LONGEST * float(np.median([loss.mean for loss in losses]))
+    shares, count = capped([loss.count for loss in losses], most).tolist(), sum(loss.count for loss in losses)
+    counted = [
+        Loss(min(loss.mean, limit) * share * count, loss.mean_entropy * share * count, 0)
+        for loss, share in zip(losses, shares, strict=True)
+    ]
+    return sum(counted, Loss(count=count))
 
 
 class Evaluate(Step[Loss]):

@@ -22,7 +22,7 @@ from fedweave.experts.layout import AdapterLayout
 from fedweave.federation.client import Client, Member
 from fedweave.federation.compute import Compute
 from fedweave.federation.evaluate import Evaluate
-from fedweave.federation.state import ServerState
+from fedweave.federation.state import Broadcast, ServerState
 from fedweave.federation.steps import Step
 from fedweave.federation.train import Train, Update
 from fedweave.router.mlp import RouterLayout
@@ -135,17 +135,27 @@ class Method(ABC):
         heard = [labels[pool] for pool, steps in zip(pools, budget, strict=True) if steps]
         return torch.bincount(torch.cat(heard), minlength=state.layout.experts).float()
 
-    def pace(self, t: int) -> float:
+    def claims(self, member: Member, experts: int) -> list[int]:
+        """[M] the most examples with which a client may speak for each expert: what its buckets have, as it said
+        before alignment."""
+        most = [0] * experts
+        for size, m in zip(member.sizes, member.assignment, strict=True):
+            if m >= 0:
+                most[m] += size
+        return most
+
+    def pace(self, state: Broadcast, t: int) -> float:
         """Round t's share of the learning rates."""
-        return pace(self.config.training.schedule, t, self.config.training.rounds)
+        return state.pace * pace(self.config.training.schedule, t, self.config.training.rounds)
 
     def local_updates(
-        self, compute: Compute, state: RoutedExperts, clients: Sequence[Client], t: int
+        self, compute: Compute, state: Broadcast, clients: Sequence[Client], t: int
     ) -> Iterator[Update]:
         """Lines 9 to 13: every client trains from the broadcast state; updates come one by one."""
         lanes = [self.lane(client, state, t) for client in clients]
         router = state.router if self.trains_router else None
-        results = compute.train(state.layout, router, lanes, f"round {t + 1}", transient=True, pace=self.pace(t))
+        pace = self.pace(state, t)
+        results = compute.train(state.layout, router, lanes, f"round {t + 1}", transient=True, pace=pace)
         for client, result in zip(clients, results, strict=True):
             yield Update(client.index, counts=self.counts(client, state), samples=len(client), **vars(result))
 

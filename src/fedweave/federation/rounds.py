@@ -5,7 +5,7 @@ Lines 1 to 6 (discovery, alignment, initialisation) are a method's ``prepare``; 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TypeVar
 
@@ -29,10 +29,11 @@ def federate(
     method: Method,
     engine: Engine,
     state: ServerState,
-    rounds: range,
-    after_round: Callable[[ServerState, RoundReport], None],
+    rounds: Iterable[int],
+    after_round: Callable[[ServerState, RoundReport], ServerState | None],
 ) -> ServerState:
-    """Lines 7 to 15. ``after_round`` validates and saves; a run that resumes starts at a later round."""
+    """Lines 7 to 15. ``after_round`` validates and saves, and may name another state to go on from; a run that
+    resumes starts at a later round."""
     for t in rounds:
         for newcomer in engine.newcomers():
             if line := method.admit(engine, state, newcomer):
@@ -41,7 +42,7 @@ def federate(
         trusted = [member for member in engine.present() if not _quarantined(method.config, state, member)]
         participants = sample_clients(trusted, method.config, t)  # line 8: S_t
         state, report = one_round(method, engine, state, participants, t)
-        after_round(state, report)
+        state = after_round(state, report) or state
     return state
 
 

@@ -13,7 +13,14 @@ from fedweave.router.routed import RoutedExperts
 
 
 @dataclass
-class ServerState(RoutedExperts):
+class Broadcast(RoutedExperts):
+    """The model as the participants of a round receive it, and how fast they shall learn."""
+
+    pace: float = 1.0  # share of the learning rates: halved whenever the run goes back to its best state
+
+
+@dataclass
+class ServerState(Broadcast):
     """The global model and what the server remembers beside it."""
 
     private: torch.Tensor | None = None  # [clients, P] what clients keep, where the server plays them
@@ -28,21 +35,23 @@ class ServerState(RoutedExperts):
         return super().tensors() | {name: tensor for name, tensor in own.items() if tensor is not None}
 
 
-def broadcast(model: RoutedExperts, t: int) -> Message:
+def broadcast(model: Broadcast, t: int) -> Message:
     """Line 9: experts and routers, as every participant of round t receives them."""
     layout = model.layout
     facts: Facts = {
         "t": t, "rank": layout.rank, "experts": layout.experts, "shared": layout.shared, "shares": model.shares,
+        "pace": model.pace,
     }  # fmt: skip
     return Message(RoutedExperts.tensors(model), facts | (router_facts(model.router) if model.router else {}))
 
 
-def received(message: Message, layers: Mapping[str, Shaped], device: torch.device) -> RoutedExperts:
+def received(message: Message, layers: Mapping[str, Shaped], device: torch.device) -> Broadcast:
     """A broadcast as a client uses it."""
     tensors = {name: tensor.to(device) for name, tensor in message.tensors.items()}
     facts = message.facts
     layout = AdapterLayout.of(layers, facts["rank"], facts["experts"], facts["shared"])
-    return RoutedExperts(layout, read_router(facts), tensors["theta"], tensors.get("phi"), list(facts["shares"]))
+    router, shares = read_router(facts), list(facts["shares"])
+    return Broadcast(layout, router, tensors["theta"], tensors.get("phi"), shares, facts["pace"])
 
 
 def router_facts(router: RouterLayout) -> Facts:

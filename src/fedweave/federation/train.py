@@ -59,7 +59,7 @@ class Train(Step[Update]):
     def answer(self, compute: Compute, clients: Sequence[Client], question: Message) -> Iterator[Answer]:
         state, t = received(question, compute.layers, compute.device), question.facts["t"]
         for client in clients:
-            client.memory.begin(t)
+            client.memory.begin(t, state.pace)
         shared = self.method.shared(state.layout, t)
         updates = self.method.local_updates(compute, state, clients, t)
         for client, update in zip(clients, updates, strict=True):
@@ -105,6 +105,9 @@ class Train(Step[Update]):
             raise Refused("it has examples for no expert")
         if max(counts) > samples:
             raise Refused(f"it claims more of its {samples} examples for an expert than it has")
+        for m, (count, most) in enumerate(zip(counts, self.method.claims(asked.member, len(counts)), strict=True)):
+            if count > most:
+                raise Refused(f"it claims {count:g} examples for expert {m}, where its buckets have {most}")
         state = received(asked.question, asked.layers, asked.question.tensors["theta"].device)
         columns = self.columns(state.layout, state.theta.device, asked.question.facts["t"])
         parts = {name: Part((len(columns[name]),), rounded=True, limit=EXPERTS) for name in _sent(columns, counts)}

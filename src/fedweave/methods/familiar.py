@@ -14,7 +14,7 @@ from fedweave.federation.admission import Receipts
 from fedweave.federation.client import Client
 from fedweave.federation.compute import Compute
 from fedweave.federation.engines.base import Engine
-from fedweave.federation.message import Facts, Message
+from fedweave.federation.message import Facts, Message, Refused
 from fedweave.federation.state import read_router, router_facts
 from fedweave.federation.steps import Answer, Asked, Figure, Part, Step
 from fedweave.router.mlp import RouterLayout
@@ -23,6 +23,7 @@ _AXES = 128  # most directions; a quarter of the width where that is less
 _ROWS = 10  # prompts that a direction needs
 _BINS = 400  # of distances, in twentieths of the mean one
 _WIDTH = 0.05
+_LONGEST = 4.0  # times the median: mean square features of a site that are believed
 
 Moments = tuple[int, torch.Tensor, torch.Tensor]  # prompts, sum of features [d], sum of their products [d, d]
 
@@ -41,7 +42,7 @@ class AskMoments(Step[Moments]):
             yield Answer({"sum": x.sum(0), "products": x.T @ x}, {"samples": len(x)})
 
     def figures(self, asked: Asked) -> dict[str, Figure]:
-        return {"samples": Figure(int, 1, self.config.federation.max_samples, summed=True)}
+        return {"samples": Figure(int, 1, min(len(asked.member), self.config.federation.max_samples), summed=True)}
 
     def parts(self, asked: Asked, figures: Facts) -> dict[str, Part]:
         d = asked.width
@@ -65,7 +66,12 @@ class AskDistances(Step[torch.Tensor]):
             yield Answer(figures={"counts": torch.bincount(bins, minlength=_BINS).tolist()})
 
     def figures(self, asked: Asked) -> dict[str, Figure]:
-        return {"counts": Figure(int, 0, 2**53, (_BINS, _BINS), summed=True)}
+        return {"counts": Figure(int, 0, len(asked.member), (_BINS, _BINS), summed=True)}
+
+    def parts(self, asked: Asked, figures: Facts) -> dict[str, Part]:
+        if sum(figures["counts"]) > len(asked.member):
+            raise Refused("it counts more prompts than it has")
+        return {}
 
     def read(self, asked: Asked, parts: dict[str, torch.Tensor], figures: Facts) -> torch.Tensor:
         return torch.tensor(figures["counts"])
@@ -81,10 +87,13 @@ class Familiarity:
         self, engine: Engine, router: RouterLayout, phi: torch.Tensor, receipts: Receipts
     ) -> tuple[RouterLayout, torch.Tensor]:
         """(router, φ [Q]) that know familiar prompts; as they came where there are too few prompts to tell."""
-        rows, total, products = 0, torch.zeros(()), torch.zeros(())
         heard = Receipts(bytes_up=receipts.bytes_up)
-        for _, (samples, one, two) in engine.ask(self.moments, engine.members, Message(), heard):
-            rows, total, products = rows + samples, total + one, products + two
+        told = [moments for _, moments in engine.ask(self.moments, engine.members, Message(), heard)]
+        lengths = torch.stack([products.trace() / n for n, _, products in told])  # mean squares
+        factors = (_LONGEST * lengths.median() / lengths).clamp(max=1.0)  # one site does not say what is familiar
+        rows = sum(n for n, _, _ in told)
+        total = torch.stack([f.sqrt() * one for f, (_, one, _) in zip(factors, told, strict=True)]).sum(0)
+        products = torch.stack([f * two for f, (_, _, two) in zip(factors, told, strict=True)]).sum(0)
         count = min(_AXES, router.width // 4, rows // _ROWS)
         if count < 1:
             return router, phi
@@ -98,8 +107,8 @@ class Familiarity:
         router, phi = router.knowing(phi, mean, scale, axes, torch.finfo(torch.float32).max)
         question = Message({"phi": phi}, router_facts(router) | {"mean": mean_distance})
         counts, heard = torch.zeros(_BINS), Receipts(bytes_up=receipts.bytes_up)
-        for _, told in engine.ask(self.distances, engine.members, question, heard):
-            counts += told
+        for _, found in engine.ask(self.distances, engine.members, question, heard):
+            counts += found
         within = counts.cumsum(0) / counts.sum()
         bins = int((within < self.config.router.familiar).sum()) + 1
         router.views(phi)["familiar.limit"].fill_(bins * _WIDTH * mean_distance)

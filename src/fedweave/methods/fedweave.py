@@ -15,9 +15,10 @@ import torch.nn.functional as F
 
 from fedweave.config import Config
 from fedweave.errors import UserError
-from fedweave.federation.client import Client
+from fedweave.federation.client import Client, Member
 from fedweave.federation.compute import Compute
 from fedweave.federation.method import Payload, Sizes, Units
+from fedweave.federation.state import Broadcast
 from fedweave.federation.train import Update
 from fedweave.methods.familiar import Familiarity
 from fedweave.methods.preparation import Aligned, mixture_payload
@@ -47,6 +48,10 @@ class FedWeave(Aligned):
         if self.relabel is None or state.router is None or state.phi is None:
             return super().labels(client, state)
         return picked(state.router, state.phi[0], client.data.features)
+
+    def claims(self, member: Member, experts: int) -> list[int]:
+        """Where the router labels single examples, any of them may be any expert's."""
+        return super().claims(member, experts) if self.relabel is None else [len(member)] * experts
 
     def pools(self, client: Client, state: RoutedExperts) -> list[np.ndarray]:
         everything = np.sort(np.concatenate(client.buckets))
@@ -84,6 +89,9 @@ class WithoutPrototypeExpert(FedWeave):
     def counts(self, client: Client, state: RoutedExperts) -> torch.Tensor:
         return torch.full((state.layout.experts,), float(len(client)))
 
+    def claims(self, member: Member, experts: int) -> list[int]:
+        return [len(member)] * experts
+
     @classmethod
     def payload(cls, sizes: Sizes) -> Payload:
         return mixture_payload(sizes, sizes.experts.experts)
@@ -103,7 +111,7 @@ class WithoutClientRouter(FedWeave):
             raise UserError(f"method={config.method} trains its router; set router.training=soft.")
 
     def local_updates(
-        self, compute: Compute, state: RoutedExperts, clients: Sequence[Client], t: int
+        self, compute: Compute, state: Broadcast, clients: Sequence[Client], t: int
     ) -> Iterator[Update]:
         trained = list(super().local_updates(compute, state, clients, t))
         budgets = [allot_steps(client.sizes, self.config.training.local_steps) for client in clients]
@@ -111,7 +119,7 @@ class WithoutClientRouter(FedWeave):
         lanes = [self._reset_lane(clients[k], c, state, trained[k], t) for k, c in jobs]
         ends: list[list[tuple[int, torch.Tensor]]] = [[] for _ in clients]
         results = compute.train(
-            state.layout, state.router, lanes, f"router, round {t + 1}", transient=True, pace=self.pace(t)
+            state.layout, state.router, lanes, f"router, round {t + 1}", transient=True, pace=self.pace(state, t)
         )
         for (k, c), result in zip(jobs, results, strict=True):
             assert result.delta_phi is not None

@@ -1,7 +1,8 @@
-"""An upper bound, not a method: buckets are the tasks, and the router is handed the label.
+"""An upper bound, not a method: buckets are the kinds of examples, and the router is handed the kind.
 
-Features are one-hot task labels (the workspace swaps them in for a method that ``uses_labels``) and the router is a
-fixed map from label to expert. All else is FedWeave's: the same start, the same shared part, the same batches.
+The kind is the category, or the task where there is none. Features are one-hot kinds (the workspace swaps them in
+for a method that ``uses_labels``) and the router is a fixed map from kind to expert. All else is FedWeave's: the
+same start, the same shared part, the same batches.
 """
 
 from collections.abc import Iterator, Sequence
@@ -27,12 +28,12 @@ from fedweave.router.routed import RoutedExperts
 
 
 def by_label(compute: Compute, clients: Sequence[Client]) -> list[Buckets]:
-    tasks = [client.data.features.argmax(1) for client in clients]
-    return [Buckets([(task == m).nonzero()[:, 0].numpy() for m in task.unique()], {}) for task in tasks]
+    kinds = [client.data.features.argmax(1) for client in clients]
+    return [Buckets([(kind == m).nonzero()[:, 0].numpy() for m in kind.unique()], {}) for kind in kinds]
 
 
 class DiscoverLabels(Discover):
-    """As ever, and the clients name the task of every bucket."""
+    """As ever, and the clients name the kind of every bucket."""
 
     def answer(self, compute: Compute, clients: Sequence[Client], question: Message) -> Iterator[Answer]:
         for client, answer in zip(clients, super().answer(compute, clients, question), strict=True):
@@ -47,7 +48,7 @@ class DiscoverLabels(Discover):
 
     def parts(self, asked: Asked, figures: Facts) -> dict[str, Part]:
         if len(figures["labels"]) != len(figures["sizes"]):
-            raise Refused("it does not name the task of every bucket")
+            raise Refused("it does not name the kind of every bucket")
         return super().parts(asked, figures)
 
     def read(self, asked: Asked, parts: dict[str, torch.Tensor], figures: Facts) -> Prototypes:
@@ -55,7 +56,7 @@ class DiscoverLabels(Discover):
 
 
 class Oracle(FedWeave):
-    summary = "upper bound: told every task label, one expert per task"
+    summary = "upper bound: told every example's kind, one expert per kind"
     uses_labels = True
     continues = False
     units = staticmethod(by_label)

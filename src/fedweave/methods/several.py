@@ -17,7 +17,7 @@ from fedweave.federation.compute import Compute
 from fedweave.federation.engines.base import Engine
 from fedweave.federation.message import Facts, Message
 from fedweave.federation.method import Payload, Sizes
-from fedweave.federation.state import ServerState
+from fedweave.federation.state import Broadcast, ServerState
 from fedweave.federation.steps import Answer, Asked, Part
 from fedweave.federation.train import Update
 from fedweave.methods.fedweave import FedWeave
@@ -90,6 +90,9 @@ class IFCA(SingleAdapter):
     trains_router = False
     continues = False
 
+    def claims(self, member: Member, experts: int) -> list[int]:
+        return [len(member)] * experts  # it chooses anew in every round
+
     def prepare(self, engine: Engine, start: RoutedExperts | None = None) -> ServerState:
         state, experts = super().prepare(engine), self.config.alignment.max_experts
         layout = engine.layout(self.config.experts.single_rank, experts)
@@ -100,7 +103,7 @@ class IFCA(SingleAdapter):
         return ServerState(layout, router, theta.to(engine.device), phi.to(engine.device), report=report)
 
     def local_updates(
-        self, compute: Compute, state: RoutedExperts, clients: Sequence[Client], t: int
+        self, compute: Compute, state: Broadcast, clients: Sequence[Client], t: int
     ) -> Iterator[Update]:
         for client in clients:
             client.assignment = [self.choice(compute, state, client, t)]
@@ -209,7 +212,7 @@ class FedRouter(FedWeave):
         )
         return replace(super().lane(client, state, t), schedule=schedule)
 
-    def local_updates(self, compute: Compute, state: RoutedExperts, clients: Sequence[Client], t: int) -> Iterator:
+    def local_updates(self, compute: Compute, state: Broadcast, clients: Sequence[Client], t: int) -> Iterator:
         for client, update in zip(clients, super().local_updates(compute, state, clients, t), strict=True):
             c = t % len(client.buckets)
             counts = torch.zeros(state.layout.experts)

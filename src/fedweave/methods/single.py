@@ -12,6 +12,7 @@ import torch
 
 from fedweave.aggregation.robust import client_average
 from fedweave.config import Config
+from fedweave.errors import UserError
 from fedweave.experts.layout import AdapterLayout
 from fedweave.federation.admission import Receipts
 from fedweave.federation.client import OWN, Client, Member
@@ -157,6 +158,14 @@ class Centralised(SingleAdapter):
 class _OwnParameters(SingleAdapter):
     """Clients keep some columns in their memory. Where the server plays the clients, ``ServerState.private`` has a
     row of each, for evaluation; in a real federation nobody but the site has them."""
+
+    def __init__(self, config: Config):
+        super().__init__(config)
+        if config.training.patience and config.engine == "flower":
+            raise UserError(
+                f"method={config.method} keeps parameters at its sites, where they cannot go back; set "
+                "training.patience=0."
+            )
 
     def prepare(self, engine: Engine, start: RoutedExperts | None = None) -> ServerState:
         state = super().prepare(engine, start)

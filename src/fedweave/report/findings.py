@@ -11,6 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from fedweave.runs.reading import RunRecord
+from fedweave.runs.text import DECIDED
 
 
 @dataclass(frozen=True)
@@ -194,10 +195,28 @@ def still_improving(run: RunRecord) -> Finding | None:
     )
 
 
+def went_back(run: RunRecord) -> Finding | None:
+    """The run noticed that it got no better (training.patience)."""
+    if not run.setbacks:
+        return None
+    last = run.setbacks[-1]
+    listed = ", ".join(
+        f"after round {e['round']} to round {e['best_round']}" for e in run.setbacks if not e["ended"]
+    )
+    end = f" It ended early, after round {last['round']}." if last["ended"] else ""
+    return Finding(
+        "note",
+        "The run went back to its best state",
+        f"The validation loss did not fall for {run.config.training.patience} rounds. The run went back {listed}, "
+        f"each time on at half of its rates, {last['pace']:g} of them by now.{end} A lower training.lr may do "
+        "better.",
+    )
+
+
 def overfitting(run: RunRecord) -> Finding | None:
     """Validation loss well above its best by the end."""
     losses = [event["loss"] for event in run.validations]
-    if len(losses) < 3 or losses[-1] < 1.02 * min(losses):
+    if run.setbacks or len(losses) < 3 or losses[-1] < 1.02 * min(losses):
         return None
     best = run.validations[losses.index(min(losses))]["round"]
     return Finding(
@@ -248,6 +267,26 @@ def experts_per_task(run: RunRecord) -> Finding | None:
     )
 
 
+def scattered_kinds(run: RunRecord) -> Finding | None:
+    """Kinds whose prompts go to several experts; needs labels, which only the audit has."""
+    decided = run.best.get("decided", {}) if run.best else {}
+    scattered = {kind: share for kind, share in decided.items() if share < DECIDED}
+    if not scattered:
+        return None
+    listed = ", ".join(
+        f"{run.tasks.get(kind, kind)} ({share:.0%})"
+        for kind, share in sorted(scattered.items(), key=lambda item: item[1])[:5]
+    )
+    more = f" and {len(scattered) - 5} more" if len(scattered) > 5 else ""
+    return Finding(
+        "note",
+        "Kinds whose prompts go to several experts",
+        f"{len(scattered)} of {len(decided)} kinds have less than {DECIDED:.0%} of their prompts sent to one "
+        f"expert: {listed}{more}. That is harmless where a shared part carries them (experts.shared_rank), and "
+        "costs accuracy where experts know different things.",
+    )
+
+
 def one_expert(run: RunRecord) -> Finding | None:
     """FedWeave without specialisation."""
     if run.method != "fedweave" or run.discovery is None or run.experts > 1:
@@ -277,7 +316,7 @@ def small_test(run: RunRecord) -> Finding | None:
 FINDINGS: tuple[Callable[[RunRecord], Finding | None], ...] = (
     starving_expert, unused_expert, low_purity, client_that_hurts, refused_answers, experts_at_the_edge,
     buckets_at_the_edge, faint_alignment, one_expert, undecided_router, sparse_costs, worse_than_untouched,
-    overfitting, still_improving, experts_per_task, small_test,
+    went_back, overfitting, still_improving, experts_per_task, scattered_kinds, small_test,
 )  # fmt: skip
 
 

@@ -52,12 +52,12 @@ class Group:
         """The mean over tasks, or over all examples of the sites."""
         return self.curve(lambda event: event["tasks"]["macro"] if "tasks" in event else event["loss"])
 
-    def test(self, kind: str, task: str) -> list[float]:
-        """Per seed the test score, or the loss of the routing that the method uses."""
+    def test(self, kind: str, task: str, unseen: bool = False) -> list[float]:
+        """Per seed the test score, or the loss of the routing that the method uses; also of unseen tasks."""
         values = []
         for run in self.runs:
-            if best := run.best:
-                table = best.get("score", {}) if kind == "score" else best["loss"][best["used"]]
+            if tested := run.unseen if unseen else run.best:
+                table = tested.get("score", {}) if kind == "score" else tested["loss"][tested["used"]]
                 values += [table[task]] if task in table else []
         return values
 

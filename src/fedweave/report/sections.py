@@ -22,7 +22,7 @@ from fedweave.report.groups import Group
 from fedweave.report.parts import Section, Table
 from fedweave.report.worth import was_it_worth_it
 from fedweave.runs.reading import RunRecord
-from fedweave.runs.text import AUDIT, audit_rows, rows_of
+from fedweave.runs.text import AUDIT, FEW_TASKS, audit_rows, rows_of
 from fedweave.schema import ClientFigures, Tested
 
 _AT_HOME = "the sites keep it to themselves."
@@ -77,8 +77,12 @@ def _results(groups: Sequence[Group], own: Group, lead: RunRecord) -> Section:
     finished = [g for g in groups if g.finished()]
     if lead.best and len(finished) == 1:
         section.tables.append(_task_table(finished[0], lead.best, lead))
+        if lead.unseen:
+            section.tables.append(_task_table(finished[0], lead.unseen, lead, unseen=True))
     elif finished:
         section.tables += [_group_table(finished, kind) for kind in ("score", "loss")]
+        if any(g.test("loss", "macro", unseen=True) for g in finished):
+            section.tables += [_group_table(finished, kind, unseen=True) for kind in ("score", "loss")]
     section.lacks(not lead.summary, "test results: the run has not finished.")
     if lead.summary and lead.best is None:
         section.tables += _site_table(lead)
@@ -90,20 +94,26 @@ def _results(groups: Sequence[Group], own: Group, lead: RunRecord) -> Section:
     return section
 
 
-def _task_table(group: Group, best: Tested, lead: RunRecord) -> Table:
-    """One experiment: a row per task."""
-    bare = lead.untouched
-    scored, used = "score" in best, best["used"]
-    others = [routing for routing in best["loss"] if routing != used]
+def _task_table(group: Group, tested: Tested, lead: RunRecord, unseen: bool = False) -> Table:
+    """One experiment: a row per task of the test set, or of the unseen tasks."""
+    bare = lead.untouched_unseen if unseen else lead.untouched
+    scored, used = "score" in tested, tested["used"]
+    others = [routing for routing in tested["loss"] if routing != used]
+    titles = {**(lead.manifest.get("unseen_tasks", {}) if unseen else lead.tasks), "macro": "macro average"}
     rows = []
-    for task in rows_of(best["loss"][used]):
-        title = {**lead.tasks, "macro": "macro average"}.get(task, task)
-        row = [title, *([_figure(group.test("score", task))] if scored else []), _figure(group.test("loss", task))]
+    for task in rows_of(tested["loss"][used]):
+        figures = [_figure(group.test(kind, task, unseen)) for kind in (["score"] if scored else []) + ["loss"]]
+        row = [titles.get(task, task), *figures]
         for routing in others:  # a seed that found one expert has no other routing
-            losses = [run.best["loss"].get(routing) for run in group.runs if run.best]
+            each = [run.unseen if unseen else run.best for run in group.runs]
+            losses = [one["loss"].get(routing) for one in each if one]
             row.append(_figure([by_task[task] for by_task in losses if by_task]))
         rows.append([*row, *([f"{bare[task]:.3f}"] if bare else [])])
-    header = ["test set", *([f"score, {used} ↑"] if scored else []), *(f"loss, {x} ↓" for x in [used, *others])]
+    header = [
+        "unseen tasks" if unseen else "test set",
+        *([f"score, {used} ↑"] if scored else []),
+        *(f"loss, {x} ↓" for x in [used, *others]),
+    ]
     return Table([*header, *(["loss, untouched"] if bare else [])], rows)
 
 
@@ -116,15 +126,17 @@ def _site_table(lead: RunRecord) -> list[Table]:
     return [Table(header, [[name, f"{loss:.3f}"] for name, loss in losses.items()])]
 
 
-def _group_table(groups: Sequence[Group], kind: str) -> Table:
+def _group_table(groups: Sequence[Group], kind: str, unseen: bool = False) -> Table:
     """Several experiments: a row for each, the best macro figure in bold."""
-    tasks = {"macro": "macro", **groups[0].first.tasks}
+    own = {} if unseen or len(groups[0].first.tasks) > FEW_TASKS else groups[0].first.tasks
+    tasks = {"macro": "macro", **own}
     rows = [
-        [g.label, str(len(g.finished())), *(_figure(g.test(kind, task)) for task in tasks)] for g in groups
+        [g.label, str(len(g.finished())), *(_figure(g.test(kind, task, unseen)) for task in tasks)] for g in groups
     ]  # fmt: skip
-    means = np.array([float(np.mean(g.test(kind, "macro") or [np.nan])) for g in groups])
+    means = np.array([float(np.mean(g.test(kind, "macro", unseen) or [np.nan])) for g in groups])
     best = None if np.isnan(means).all() else int(np.nanargmax(means) if kind == "score" else np.nanargmin(means))
-    return Table([f"test {kind} {'↑' if kind == 'score' else '↓'}", "seeds", *tasks.values()], rows, best)
+    what = f"{'unseen tasks,' if unseen else 'test'} {kind} {'↑' if kind == 'score' else '↓'}"
+    return Table([what, "seeds", *tasks.values()], rows, best)
 
 
 def _figure(values: Sequence[float]) -> str:
@@ -167,7 +179,7 @@ def _discovery(lead: RunRecord) -> Section:
     )
     section.show(maps.signatures(lead), maps.silhouettes(lead))
     if lead.audit:
-        section.tables.append(Table(["audit against labels", *AUDIT], audit_rows(lead.audit)))
+        section.tables.append(Table(["audit against labels", *AUDIT], audit_rows(lead.audit, lead.kind_audit)))
     if lead.discovery is None:
         section.missing.append("discovery has not finished yet.")
     elif not lead.discovery.get("signature_distance"):
@@ -187,6 +199,9 @@ def _routing(groups: Sequence[Group], lead: RunRecord) -> Section:
     one_each = list({group.first.method: group for group in reversed(groups)}.values())[::-1]
     section.show(*[maps.routing(group) for group in one_each])
     section.show(curves.router_entropy(groups), curves.expert_load(lead))
+    if lead.best and (decided := lead.best.get("decided")):
+        rows = [[lead.tasks.get(kind, kind), f"{share:.1%}"] for kind, share in decided.items()]
+        section.tables.append(Table(["kind", "of its prompts to its most frequent expert"], rows))
     routed = lead.experts > 1
     section.lacks(len(groups) > len(one_each), "routing of other experiments with the same methods.")
     section.lacks(routed and lead.elsewhere, f"expert load over rounds: {_AT_HOME}")

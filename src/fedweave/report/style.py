@@ -178,9 +178,10 @@ def bare_axes(ax: Axes) -> None:
 
 def legend(ax: Axes) -> None:
     """Names above the plot, in as many columns as there is room for. They hide nothing: the figure grows by what
-    they take beyond two lines, and a name that is too long is wrapped."""
+    they take beyond two lines, and a name that is too long is wrapped. More names than colours and dashes can tell
+    apart are left out."""
     handles, labels = ax.get_legend_handles_labels()
-    if not handles:
+    if not handles or len(labels) > len(PALETTE) * len(LINES):
         return
     figure = cast("Figure", ax.figure)
     grid = ax.get_gridspec()

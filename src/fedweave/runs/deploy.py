@@ -24,7 +24,7 @@ def start(config: Config, output: Path, runtime: Runtime, console: Console) -> S
         raise UserError("say how many sites must be there before alignment, as in federation.sites=3.")
     method = build_method(config)
     if method.uses_labels or method.gathers:
-        what = "is told every task label" if method.uses_labels else "has everybody's data"
+        what = "is told every example's kind" if method.uses_labels else "has everybody's data"
         raise UserError(f"method={config.method} {what}: it runs in simulations only.")
     require_new(output)
     _check_files(runtime)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import time
 import uuid
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from flwr.serverapp import Grid
@@ -19,7 +19,7 @@ from fedweave.data.own import read_test
 from fedweave.errors import UserError
 from fedweave.federation.engines.flower.engine import FlowerEngine, public
 from fedweave.federation.engines.in_process import InProcessEngine
-from fedweave.federation.evaluate import Loss
+from fedweave.federation.evaluate import Loss, overall
 from fedweave.federation.state import ServerState, broadcast
 from fedweave.methods import build_method
 from fedweave.runs.folder import Progress, RunFolder
@@ -82,7 +82,7 @@ class SitesRun:
             build_method(self.config).evaluate, self.engine.members, broadcast(state, completed)
         )
         losses = {site.name: loss for site, loss in asked if loss.count}
-        total = sum(losses.values(), Loss())
+        total = overall(list(losses.values()), self.config.federation.max_share) if losses else Loss()
         if not losses:
             self.engine.console.warn("no site measured a validation loss; the last round counts as the best.")
         return {
@@ -116,6 +116,8 @@ class ServerTest:
     test: TestSet
     tasks: dict[str, Task]
     notes: list[str]
+    unseen: TestSet | None = None
+    unseen_tasks: dict[str, Task] = field(default_factory=dict)
 
 
 def load_test(config: Config, console: Console) -> ServerTest | None:

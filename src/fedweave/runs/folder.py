@@ -10,8 +10,11 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import torch
+
 from fedweave.config import Config, dump_config, load_config
 from fedweave.errors import UserError
+from fedweave.experts.layout import Shaped
 from fedweave.federation.checkpoint import (
     load_checkpoint,
     prune,
@@ -42,6 +45,18 @@ class Progress:
     best_round: int
     best_loss: float
     seconds: float  # spent so far, over all sessions
+    since: int = 0  # the round from which patience counts
+    setbacks: int = 0  # how often patience has run out since the best round
+
+    @classmethod
+    def of(cls, snapshot: Snapshot, layers: Mapping[str, Shaped], device: torch.device) -> Progress:
+        """Where the run stood at a checkpoint."""
+        meta, state = snapshot.meta, snapshot.state(layers, device)
+        best = state if meta["best_round"] == meta["completed"] else snapshot.best(layers, device)
+        since, setbacks = meta.get("since", meta["best_round"]), meta.get("setbacks", 0)
+        return cls(
+            state, meta["completed"], best, meta["best_round"], meta["best_loss"], meta["seconds"], since, setbacks
+        )
 
 
 class RunFolder:
@@ -160,6 +175,9 @@ class RunFolder:
             "best_round": progress.best_round,
             "best_loss": progress.best_loss,
             "seconds": progress.seconds,
+            "since": progress.since,
+            "setbacks": progress.setbacks,
+            "pace": state.pace,
             "rank": state.layout.rank,
             "experts": state.layout.experts,
             "shared": state.layout.shared,
@@ -223,11 +241,7 @@ class RunFolder:
         meta = snapshot.meta
         self._rewind(meta)
         context.engine.restore(meta["clients"], snapshot.tensors)
-        state = snapshot.state(context.engine.layers, context.backbone.device)
-        best = snapshot.best(context.engine.layers, context.backbone.device)
-        if meta["best_round"] == meta["completed"]:
-            best = state
-        return Progress(state, meta["completed"], best, meta["best_round"], meta["best_loss"], meta["seconds"])
+        return Progress.of(snapshot, context.engine.layers, context.backbone.device)
 
     def _rewind(self, meta: CheckpointMeta) -> None:
         """Forget events logged after the checkpoint: they will happen again."""

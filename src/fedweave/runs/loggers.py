@@ -151,6 +151,9 @@ class Loggers:
             return
         values = {f"test/loss/{task}": value for task, value in best["loss"][best["used"]].items()}
         values |= {f"test/score/{task}": value for task, value in best.get("score", {}).items()}
+        if unseen := summary["test"].get("unseen"):
+            values |= {f"unseen/loss/{task}": value for task, value in unseen["loss"][unseen["used"]].items()}
+            values |= {f"unseen/score/{task}": value for task, value in unseen.get("score", {}).items()}
         self._each(lambda logger: logger.log(_clean(values), summary["rounds"]))
 
     def close(self) -> None:
@@ -193,6 +196,8 @@ def scalars(event: Event) -> dict[str, float]:
         if len(event["client_losses"]) <= _MANY_CLIENTS:
             out |= {f"client/{name}/loss": loss for name, loss in event["client_losses"].items()}
             out |= {f"client/{name}/agreement": c for name, c in event["agreement"].items() if c is not None}
+    elif event["event"] == "setback":
+        out["train/pace"] = event["pace"]
     else:
         out["validation/loss"] = event["loss"]
         out |= {} if event["router_entropy"] is None else {"router/entropy": event["router_entropy"]}

@@ -27,6 +27,7 @@ from fedweave.schema import (
     Manifest,
     PromptMap,
     RoundEvent,
+    SetbackEvent,
     Summary,
     Tested,
     ValidationEvent,
@@ -83,6 +84,10 @@ class RunRecord:
     def validations(self) -> list[ValidationEvent]:
         """Those that measured something: sites may all be silent."""
         return [e for e in self.events if e["event"] == "validation" and e.get("sites") != {}]
+
+    @cached_property
+    def setbacks(self) -> list[SetbackEvent]:
+        return [e for e in self.events if e["event"] == "setback"]
 
     @property
     def best_validation(self) -> ValidationEvent | None:
@@ -146,6 +151,11 @@ class RunRecord:
         return self.discovery.get("audit") if self.discovery and self.experts > 1 else None
 
     @property
+    def kind_audit(self) -> Audit | None:
+        """The same for kinds, where several tasks are one."""
+        return self.discovery.get("kind_audit") if self.discovery and self.experts > 1 else None
+
+    @property
     def silhouettes(self) -> dict[int, float]:
         """Of the alignment into M experts, for every M that was considered."""
         found = self.discovery.get("alignment_silhouettes", {}) if self.discovery else {}
@@ -185,10 +195,20 @@ class RunRecord:
         return self.summary["test"].get("best") if self.summary else None
 
     @property
+    def unseen(self) -> Tested | None:
+        """The same on tasks that nobody trained on."""
+        return self.summary["test"].get("unseen") if self.summary else None
+
+    @property
     def untouched(self) -> ByTask | None:
         """Test losses of the bare backbone."""
         bare = self.summary["test"].get("untouched") if self.summary else None
         return bare["loss"] if bare else None
+
+    @property
+    def untouched_unseen(self) -> ByTask | None:
+        bare = self.summary["test"].get("untouched") if self.summary else None
+        return bare.get("unseen") if bare else None
 
     @property
     def phases(self) -> Mapping[str, float]:

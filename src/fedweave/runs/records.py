@@ -52,7 +52,8 @@ def validation_record(losses: torch.Tensor, weights: torch.Tensor, held: TestSet
 
 
 def label_record(workspace: Workspace) -> LabelRecord:
-    """What only labels can tell, for discovery.json: every bucket's tasks, and how buckets and experts met them."""
+    """What only labels can tell, for discovery.json: every bucket's tasks, and how buckets and experts met them,
+    and the kinds, where several tasks are one."""
     clients = workspace.engine.members  # without those whose answers were refused
     labels = [workspace.client_labels[client.index] for client in clients]
     record: LabelRecord = {
@@ -61,8 +62,11 @@ def label_record(workspace: Workspace) -> LabelRecord:
             for c, truth in zip(clients, labels, strict=True)
         }
     }
+    found = [c.buckets for c in clients], [c.assignment for c in clients]
     if len(workspace.tasks) > 1:
-        record["audit"] = alignment_audit([c.buckets for c in clients], [c.assignment for c in clients], labels)
+        record["audit"] = alignment_audit(*found, labels)
+    if 1 < len({kind for kinds in workspace.client_kinds for kind in kinds}) < len(workspace.tasks):
+        record["kind_audit"] = alignment_audit(*found, workspace.client_kinds)
     return record
 
 

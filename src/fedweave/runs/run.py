@@ -20,6 +20,7 @@ from fedweave.federation.state import ServerState
 from fedweave.files import write_atomic
 from fedweave.methods import build_method
 from fedweave.runs.continuing import initial_state
+from fedweave.runs.course import BACK, END, ON, agreed, follow, judge, rounds_left, setback, setback_text
 from fedweave.runs.folder import Progress, RunFolder, require_new
 from fedweave.runs.live import LiveProgress
 from fedweave.runs.loggers import open_loggers, require_loggers
@@ -85,17 +86,19 @@ def stand_by(path: Path, overrides: list[str], kept: Kept | None) -> None:
     snapshot = run.newest()
     if snapshot is not None:
         workspace.engine.restore(snapshot.meta["clients"], snapshot.tensors)
-        state = snapshot.state(workspace.engine.layers, workspace.backbone.device)
+        progress = Progress.of(snapshot, workspace.engine.layers, workspace.backbone.device)
     else:
         state = method.prepare(workspace.engine, initial_state(config, workspace.backbone))
-    if snapshot is None:
+        progress = Progress(state, 0, state, 0, float("inf"), 0.0)  # losses are the first process's affair
         workspace.engine.memories()  # the first process saves here, too
 
-    def after_round(state: ServerState, report: RoundReport) -> None:
+    def after_round(state: ServerState, report: RoundReport) -> ServerState:
+        progress.state, progress.completed = state, report.t + 1
+        follow(progress, agreed(None), workspace.engine)
         workspace.engine.memories()
+        return progress.state
 
-    completed = snapshot.meta["completed"] if snapshot is not None else 0
-    federate(method, workspace.engine, state, range(completed, config.training.rounds), after_round)
+    federate(method, workspace.engine, progress.state, rounds_left(progress, config.training.rounds), after_round)
     workspace.engine.detach()
 
 
@@ -177,7 +180,7 @@ def _execute(run: RunFolder, prepared: Prepared, console: Console) -> Summary:
         torch.cuda.reset_peak_memory_stats(device)
     method = build_method(workspace.config)
     if method.uses_labels:
-        console.warn(f"{workspace.config.method} is told every task label: an upper bound, not a method.")
+        console.warn(f"{workspace.config.method} is told every example's kind: an upper bound, not a method.")
     if method.gathers:
         console.warn(f"{workspace.config.method} has everybody's data in one place: a reference, not a method.")
     workspace.disclose(method)
@@ -206,24 +209,29 @@ def carry_out(run: RunFolder, context: RunContext, console: Console, started: fl
     bar = console.progress("rounds", context.config.training.rounds, "rounds")
     bar.advance(progress.completed)
 
-    def after_round(state: ServerState, report: RoundReport) -> None:
-        """Validate, remember the best, save."""
+    def after_round(state: ServerState, report: RoundReport) -> ServerState:
+        """Validate, remember the best or go back to it, save."""
         completed = report.t + 1
         run.log({"event": "round", "round": completed, **round_record(report)})
         rounds, every = context.config.training.rounds, context.config.evaluation.every
         note = f"train loss {report.train_loss:.3f}"
-        progress.state, progress.completed = state, completed
+        progress.state, progress.completed, verdict = state, completed, ON
         if completed % every == 0 or completed == rounds:
             loss = _validate(context, state, run, completed)
             note += f", validation {loss:.3f}"
-            if loss < progress.best_loss:
-                progress.best, progress.best_round, progress.best_loss = state, completed, loss
+            verdict = judge(progress, loss, context.config.training.patience)
+        follow(progress, agreed(verdict), context.engine)
+        if verdict in (BACK, END):
+            event = setback(progress, verdict)
+            run.log(event)
+            console.warn(setback_text(event, progress.best_loss))
         progress.seconds = earlier + time.monotonic() - started
         run.save(context, progress)
         live.round_done()
         bar.advance(1, note)
+        return progress.state
 
-    remaining = range(progress.completed, context.config.training.rounds)
+    remaining = rounds_left(progress, context.config.training.rounds)
     federate(method, context.engine, progress.state, remaining, after_round)
     bar.close()
     training_seconds = progress.seconds

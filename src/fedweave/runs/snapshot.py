@@ -49,6 +49,9 @@ class CheckpointMeta(TypedDict):
     best_round: int
     best_loss: float
     seconds: float  # spent so far, over all sessions
+    since: NotRequired[int]  # as in Progress
+    setbacks: NotRequired[int]
+    pace: NotRequired[float]
     rank: int
     experts: int
     shared: NotRequired[int]  # checkpoints of earlier versions lack what is not required
@@ -97,6 +100,7 @@ class Snapshot:
             theta=on_device["theta"],
             phi=on_device.get("phi"),
             shares=meta["shares"],
+            pace=meta.get("pace", 1.0),
             private=on_device.get("private"),
             signatures=on_device.get("signatures"),
             norms=meta["norms"],

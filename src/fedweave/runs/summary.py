@@ -28,12 +28,13 @@ from fedweave.inference.model import FedWeaveModel
 from fedweave.json_files import read_json
 from fedweave.methods import build_method, method_class
 from fedweave.router.mlp import RouterLayout
+from fedweave.runs.course import ended
 from fedweave.runs.describing import describe_at_the_end
 from fedweave.runs.folder import Progress, RunFolder
 from fedweave.runs.reading import read_events
 from fedweave.runs.testing import evaluate_models, routed_models
 from fedweave.runs.workspace import TestSet, Workspace
-from fedweave.schema import Communication, Discovery, Environment, Prediction, Summary, Test, Tested
+from fedweave.schema import ByTask, Communication, Discovery, Environment, Prediction, Summary, Test, Tested
 from fedweave.settings import to_tree
 
 if TYPE_CHECKING:
@@ -49,9 +50,13 @@ class Tester(Protocol):
     backbone: Backbone
     engine: InProcessEngine
     test: TestSet
+    unseen: TestSet | None
 
     @property
     def tasks(self) -> dict[str, Task]: ...
+
+    @property
+    def unseen_tasks(self) -> dict[str, Task]: ...
 
     @property
     def notes(self) -> list[str]: ...
@@ -64,7 +69,7 @@ def summarise(
     config, clients, backbone = context.config, context.engine.members, context.backbone
     here = [client for client in clients if isinstance(client, Client)]  # none where the clients are sites
     discovery = read_json(run.path / "discovery.json", Discovery)
-    return {
+    summary: Summary = {
         "schema": SCHEMA,
         "method": config.method,
         "seed": config.seed,
@@ -89,6 +94,13 @@ def summarise(
         "config": to_tree(config),
         "environment": environment(backbone.device),
     }
+    if tester and tester.unseen:
+        summary["unseen_tasks"] = {name: task.title for name, task in tester.unseen_tasks.items()}
+    if ended(progress):
+        summary["ended_early"] = True
+    if discovery and "kind_audit" in discovery:
+        summary["kind_audit"] = discovery["kind_audit"]
+    return summary
 
 
 def trained_parameters(config: Config, state: ServerState) -> int:
@@ -116,23 +128,28 @@ def _communication(run: RunFolder, state: ServerState) -> Communication:
 
 
 def _test(run: RunFolder, tester: Tester, progress: Progress, console: Console) -> Test:
-    """The bare backbone, the best round and the last; the best round's answers go to predictions.jsonl."""
+    """The bare backbone, the best round, also on unseen tasks, and the last; the best round's answers go to
+    predictions.jsonl."""
     test: Test = {}
     if tester.config.evaluation.untouched:
         tester.engine.detach()
-        bar = console.progress("test, untouched backbone", len(tester.test.encoded), "examples")
-        losses = example_losses(tester.backbone, tester.test.encoded, progress=bar)
-        bar.close()
-        test["untouched"] = {"loss": per_task(losses, tester.test.labels)}
+        test["untouched"] = {"loss": _untouched(tester, tester.test, console)}
+        if tester.unseen:
+            test["untouched"]["unseen"] = _untouched(tester, tester.unseen, console)
     predictions: list[Prediction] = []
     test["best"] = _evaluate(tester, progress.best, console, predictions)
     test["best"]["round"] = progress.best_round
     models = served_models(tester, progress.best)
-    if (
-        isinstance(tester, Workspace) and len(models) == 1
-    ):  # clients with models of their own have no common experts
+    if isinstance(tester, Workspace) and len(models) == 1:  # others have no common experts
         describe_at_the_end(run.path, tester, models[0], predictions, progress.best_round)
-    if progress.best_round == progress.completed:
+    if tester.unseen:
+        test["unseen"] = evaluate_models(
+            tester.config, tester.unseen_tasks, models, tester.unseen, console, predictions
+        )
+        test["unseen"]["round"] = progress.best_round
+    best, state = progress.best.tensors(), progress.state.tensors()
+    back = progress.setbacks and all(torch.equal(own, best[name]) for name, own in state.items())
+    if progress.best_round == progress.completed or back:
         test["last"] = test["best"]
     elif tester.config.evaluation.last:
         test["last"] = _evaluate(tester, progress.state, console)
@@ -140,6 +157,13 @@ def _test(run: RunFolder, tester: Tester, progress: Progress, console: Console) 
     lines = "".join(json.dumps(p, ensure_ascii=False) + "\n" for p in predictions)
     write_atomic(run.path / "predictions.jsonl", lines)
     return test
+
+
+def _untouched(tester: Tester, held: TestSet, console: Console) -> ByTask:
+    bar = console.progress("test, untouched backbone", len(held.encoded), "examples")
+    losses = example_losses(tester.backbone, held.encoded, progress=bar)
+    bar.close()
+    return per_task(losses, held.labels)
 
 
 def served_models(tester: Tester, state: ServerState) -> list[FedWeaveModel]:

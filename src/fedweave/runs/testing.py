@@ -14,7 +14,7 @@ from fedweave.config import Config
 from fedweave.console import Console
 from fedweave.data.examples import Task
 from fedweave.errors import UserError
-from fedweave.evaluation.audit import per_task, routing_table
+from fedweave.evaluation.audit import decided, per_task, routing_table
 from fedweave.evaluation.losses import example_losses
 from fedweave.experts.mixture import Mixture
 from fedweave.federation.method import Method
@@ -99,6 +99,8 @@ def _evaluate_model(
         "routing": routing_table(weights, held.labels),
         "top1": routing_table(sparsify(weights, "sparse"), held.labels),
     }
+    if several and len(set(held.kinds)) > 1:
+        result["decided"] = decided(weights, held.kinds)
     routings = dict.fromkeys(["sparse", "soft", used] if several else ["sparse"])
     losses = {}
     bar = console.progress("test losses", len(held.encoded) * len(routings), "examples")

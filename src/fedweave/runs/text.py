@@ -10,21 +10,31 @@ from fedweave.description.text import words_of
 from fedweave.schema import Audit, ByTask, Summary, Tested
 
 AUDIT = ["purity", "NMI", "ARI"]
+FEW_TASKS = 12  # so many have a place each in tables of all of them; of more one reads means
+DECIDED = 0.95  # of a kind's prompts to one expert: its routing is decided
 
 
 def summary_text(summary: Summary, experts: Experts | None = None) -> str:
     """A summary as text, with what is known of the experts."""
     tested, chosen = summary["test"], summary["validation"]
+    early = " (it ended early)" if summary.get("ended_early") else ""
     parts = [
         "",
         f"{summary['method']} · {summary['backbone']['model']} · {summary['clients']} clients · "
         f"{summary['examples']} examples · {summary['buckets']} buckets → {summary['experts']} experts · "
-        f"best of {summary['rounds']} rounds: {chosen['best_round']}",
+        f"best of {summary['rounds']} rounds{early}: {chosen['best_round']}",
         "",
     ]
     if "best" in tested:
         bare = tested["untouched"]["loss"] if "untouched" in tested else None
-        parts += [results_table(tested["best"], summary["tasks"], bare), "", _routing(summary, tested["best"])]
+        parts.append(results_table(tested["best"], summary["tasks"], bare))
+        if len(summary["tasks"]) <= FEW_TASKS:
+            parts += ["", _routing(summary, tested["best"])]
+        if "decided" in tested["best"]:
+            parts += ["", f"routing decided: {decided_text(tested['best']['decided'])}"]
+        if unseen := tested.get("unseen"):
+            bare = tested.get("untouched", {}).get("unseen")
+            parts += ["", results_table(unseen, summary.get("unseen_tasks", {}), bare, "unseen tasks")]
     elif chosen["best_loss"] < 0:  # a loss that nobody measured counts rounds down
         parts.append("no site measured a validation loss")
     else:
@@ -32,17 +42,18 @@ def summary_text(summary: Summary, experts: Experts | None = None) -> str:
     if experts and summary["experts"] > 1:
         parts += ["", _experts(experts)]
     if summary["audit"]:
-        parts += ["", table(["alignment audit", *AUDIT], audit_rows(summary["audit"]))]
+        audits = audit_rows(summary["audit"], summary.get("kind_audit"))
+        parts += ["", table(["alignment audit", *AUDIT], audits)]
     parts += [""] + [f"note: {note}" for note in summary["notes"]]
     if "timing" in summary:
         parts.append(f"time: {summary['timing']['total_s']:.0f} s")
     return "\n".join(parts)
 
 
-def results_table(tested: Tested, titles: Mapping[str, str], bare: ByTask | None = None) -> str:
+def results_table(tested: Tested, titles: Mapping[str, str], bare: ByTask | None = None, what: str = "test") -> str:
     """Scores and losses of every task, beside the untouched model's where they are known."""
     scored, used = tested.get("score"), tested["used"]
-    header = ["test", *([f"score {used} ↑"] if scored else []), *(f"loss {r} ↓" for r in tested["loss"])]
+    header = [what, *([f"score {used} ↑"] if scored else []), *(f"loss {r} ↓" for r in tested["loss"])]
     header += ["loss untouched"] if bare else []
     rows = []
     for task in rows_of(tested["loss"][used]):
@@ -57,9 +68,11 @@ def rows_of(figures: ByTask) -> list[str]:
     return list(figures) if len(figures) > 2 else [task for task in figures if task != "macro"]
 
 
-def audit_rows(audit: Audit) -> list[list[str]]:
-    """Purity, NMI and ARI of buckets and of experts."""
+def audit_rows(audit: Audit, kinds: Audit | None = None) -> list[list[str]]:
+    """Purity, NMI and ARI of buckets and of experts, and against kinds where these are not the tasks."""
     levels = {"local": audit["local"], "global": audit["global"]}
+    if kinds:
+        levels |= {"local, by kind": kinds["local"], "global, by kind": kinds["global"]}
     return [
         [level, f"{found['purity']:.3f}", f"{found['nmi']:.3f}", f"{found['ari']:.3f}"]
         for level, found in levels.items()
@@ -75,6 +88,16 @@ def _experts(found: Experts) -> str:
         blank = " " * (width - columns_of(name))
         lines.append(f"  {name}{blank}  {expert['share']:4.0%}  {', '.join(words_of(found, expert))}")
     return "\n".join(lines)
+
+
+def decided_text(decided: Mapping[str, float]) -> str:
+    """How much of every kind one expert answers, in one sentence."""
+    least = min(decided, key=lambda kind: decided[kind])
+    enough = sum(share >= DECIDED for share in decided.values())
+    return (
+        f"{enough} of {len(decided)} kinds have {DECIDED:.0%} or more of their prompts answered by one expert; "
+        f"the least is {least} with {decided[least]:.1%}"
+    )
 
 
 def _routing(summary: Summary, best: Tested) -> str:

@@ -84,7 +84,7 @@ def _run_models(
     its data. ``device`` other than auto takes the place of the config's."""
     method = build_method(config)
     if method.uses_labels:
-        raise UserError(f"{config.method} routes by task label and cannot answer a prompt that has none.")
+        raise UserError(f"{config.method} routes by labels and cannot answer a prompt that has none.")
     snapshot = RunFolder(folder).newest(checkpoint)
     if snapshot is None:
         raise UserError(f"{folder} has no checkpoint yet; finish it with `{resume_command(folder, config)}`.")

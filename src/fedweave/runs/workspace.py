@@ -36,6 +36,10 @@ class TestSet:
     def labels(self) -> list[str]:
         return [e.task for e in self.examples]
 
+    @property
+    def kinds(self) -> list[str]:
+        return [e.kind for e in self.examples]
+
 
 @dataclass
 class Workspace:
@@ -47,6 +51,7 @@ class Workspace:
     engine: InProcessEngine
     validation: TestSet
     test: TestSet
+    unseen: TestSet | None  # tasks that nobody trains on
     client_rows: list[list[Example]]  # for the audit, by client
 
     @property
@@ -54,8 +59,16 @@ class Workspace:
         return [[e.task for e in rows] for rows in self.client_rows]
 
     @property
+    def client_kinds(self) -> list[list[str]]:
+        return [[e.kind for e in rows] for rows in self.client_rows]
+
+    @property
     def tasks(self) -> dict[str, Task]:
         return self.data.tasks
+
+    @property
+    def unseen_tasks(self) -> dict[str, Task]:
+        return self.data.unseen_tasks
 
     @property
     def notes(self) -> list[str]:
@@ -76,16 +89,17 @@ class Workspace:
         self.client_rows = [[e for rows in self.client_rows for e in rows]]
 
     def reveal_labels(self) -> None:
-        """Swap every feature for its task label, one-hot."""
-        names = list(self.tasks)
+        """Swap every feature for its kind, one-hot. Nobody can tell which expert an unseen task belongs to."""
+        names = self.data.kinds()
 
-        def one_hot(labels: list[str]) -> torch.Tensor:
-            return torch.nn.functional.one_hot(torch.tensor([names.index(x) for x in labels]), len(names)).float()
+        def one_hot(kinds: list[str]) -> torch.Tensor:
+            return torch.nn.functional.one_hot(torch.tensor([names.index(x) for x in kinds]), len(names)).float()
 
-        for client, labels in zip(self.engine.members, self.client_labels, strict=True):
-            client.data.features = one_hot(labels)
+        for client, kinds in zip(self.engine.members, self.client_kinds, strict=True):
+            client.data.features = one_hot(kinds)
         for held in (self.validation, self.test):
-            held.features = one_hot(held.labels)
+            held.features = one_hot(held.kinds)
+        self.unseen = None
 
 
 @dataclass
@@ -95,7 +109,9 @@ class Prepared:
     config: Config
     data: FederatedData
     backbone: Backbone
-    groups: list[tuple[list[Example], list[Encoded]]]  # clients in order, then validation, then test
+    groups: list[
+        tuple[list[Example], list[Encoded]]
+    ]  # clients in order, validation, test; unseen, if there are any
 
     def build(self, console: Console) -> Workspace:
         """Compute (or recall) the features and set the clients up."""
@@ -109,7 +125,7 @@ class Prepared:
                 zip(names, self.groups[: len(names)], parts[: len(names)], strict=True)
             )
         ]
-        validation, test = (
+        validation, test, *unseen = (
             TestSet(*group, part, ClientWeights(self.data.clients, group[0]))
             for group, part in zip(self.groups[len(names) :], parts[len(names) :], strict=True)
         )
@@ -120,7 +136,8 @@ class Prepared:
             if processes is None
             else ShardedEngine(self.backbone, clients, self.config, console, processes)
         )
-        return Workspace(self.config, self.data, self.backbone, engine, validation, test, rows)
+        second = unseen[0] if unseen else None
+        return Workspace(self.config, self.data, self.backbone, engine, validation, test, second, rows)
 
 
 class Kept:
@@ -154,11 +171,15 @@ def _prepare(config: Config, console: Console, kept: Kept) -> Prepared:
     backbone = kept.backbone[1]
     if backbone.note:
         console.say(f"note: {backbone.name}: {backbone.note}.")
-    groups = [
-        backbone.prompts.encode_fitting(rows, config.data.long_answers, console.warn)
-        for rows in [*data.clients.values(), data.validation, data.test]
+    held = [
+        ("validation", data.validation),
+        ("test", data.test),
+        *([("unseen", data.unseen)] if data.unseen else []),
     ]
-    for name, (rows, _) in zip([*data.clients, "validation", "test"], groups, strict=True):
+    parts = [*data.clients.items(), *held]
+    fitting, long_answers = backbone.prompts.encode_fitting, config.data.long_answers
+    groups = [fitting(rows, long_answers, console.warn) for _, rows in parts]
+    for (name, _), (rows, _) in zip(parts, groups, strict=True):
         if not rows:
             raise UserError(
                 f"{name!r} is empty after rows with too long answers were dropped; raise backbone.max_length."

@@ -79,6 +79,11 @@ class Engine(ABC):
         """What clients must not forget when the server resumes, where the server plays the clients."""
         return {}
 
+    def go_back(self, private: torch.Tensor | None) -> None:
+        """The run goes back to its best state, and with it what clients keep ([clients, …]), where the server plays
+        the clients. Others see a lower pace, and have only to forget what rounding took."""
+        return None
+
     def entrust(self, name: str, tensor: torch.Tensor) -> None:
         """Put something into every client's memory before round 1, where the server plays the clients."""
         return None

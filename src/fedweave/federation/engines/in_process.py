@@ -62,6 +62,10 @@ class InProcessEngine(Engine):
             owed = {RESIDUAL + n.removeprefix(prefix): x for n, x in tensors.items() if n.startswith(prefix)}
             client.memory.restore(owed | ({} if own is None else {OWN: own[row].to(self.device)}))
 
+    def go_back(self, private: torch.Tensor | None) -> None:
+        for row, client in enumerate(self.members):
+            client.memory.restore({} if private is None else {OWN: private[row]})
+
     def memories(self) -> dict[str, torch.Tensor]:
         """What rounding has taken; what clients keep for themselves is in the state (``ServerState.private``)."""
         return {

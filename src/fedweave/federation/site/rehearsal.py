@@ -44,6 +44,7 @@ def check_site(settings: SiteConfig, config: Config, build_method: BuildMethod, 
         f"  data    {len(client.data)} rows to train on, {held} to validate on, {len(client.buckets)} buckets",
         f"  model   {backbone.name}, fingerprint {backbone.fingerprint}",
         f"  device  {backbone.device}, {str(backbone.dtype).removeprefix('torch.')}",
+        f"  floors  {', '.join(f'{key} {value}' for key, value in vars(settings.floors).items() if value)}",
         "",
         "What it would send (as many experts as it has buckets; a federation finds their number):",
         "",
@@ -86,9 +87,10 @@ class RehearsalEngine(Engine):
 
     def replies(self, step: Reply, asked: Sequence[Asked], question: Message) -> Iterator[tuple[Member, Sealed]]:
         for member in self.members:
-            message = self.site.answer(member.addressed(question, step.name, self._settings, "rehearsal"))
-            if "error" in message.facts:
-                raise UserError(f"the site cannot answer {step.name!r}: {message.facts['error']}")
+            try:
+                message = self.site.reply(member.addressed(question, step.name, self._settings, "rehearsal"))
+            except UserError as error:  # here it may say everything
+                raise UserError(f"the site cannot answer {step.name!r}: {error}") from None
             self.sent[step.name] = message
             yield member, message
 

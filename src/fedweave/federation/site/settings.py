@@ -44,6 +44,24 @@ class LinkSettings:
 
 
 @dataclass(frozen=True)
+class Floors:
+    """What this site does not do, whatever a server asks: with one example, one step and a tiny clip an answer
+    would hold that example's feature. A question below a floor is refused and logged here."""
+
+    bucket: int = setting(1, "Fewest examples in a bucket that is signed.", low=1)
+    batch: int = setting(2, "Smallest batch, in warmups as in rounds.", low=1)
+    steps: int = setting(1, "Fewest local steps of a round or a warmup.", low=1)
+    clip: float = setting(1e-3, "Smallest training.clip.", low=0.0)
+    questions: tuple[str, ...] = setting(
+        (), "The questions that are answered, as in [hello, train]; all when empty."
+    )
+    rounds: int = setting(10_000, "Most rounds of one federation.", low=0)
+    fingerprint: str = setting(
+        "", "The one backbone that is used, as `fedweave site check` prints it; any when empty."
+    )
+
+
+@dataclass(frozen=True)
 class SiteConfig:
     name: str = setting("", "The site's name in the federation; it must not change.")
     data: str = setting("", "JSONL file of training rows.")
@@ -51,6 +69,7 @@ class SiteConfig:
     state: str = setting("state", "Folder for keys of the local link and for parameters that never leave.")
     backbone: ModelSettings = field(default_factory=ModelSettings)
     superlink: LinkSettings = field(default_factory=LinkSettings)
+    floors: Floors = field(default_factory=Floors)
 
 
 def load_site(path: Path) -> SiteConfig:

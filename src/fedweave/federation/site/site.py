@@ -13,6 +13,7 @@ from typing import TypedDict
 
 import numpy as np
 import torch
+from typing_extensions import NotRequired
 
 import fedweave
 from fedweave.backbone.features import cached_features
@@ -23,14 +24,15 @@ from fedweave.console import Console
 from fedweave.data import load_data
 from fedweave.data.examples import Example
 from fedweave.data.own import hold_out, read_examples
-from fedweave.errors import UserError, first_line
+from fedweave.errors import UserError
 from fedweave.federation.checkpoint import load_checkpoint, save_checkpoint
 from fedweave.federation.client import Client
 from fedweave.federation.engines.in_process import InProcessEngine
 from fedweave.federation.hello import Hello
 from fedweave.federation.message import Message
 from fedweave.federation.method import Method
-from fedweave.federation.site.settings import SiteConfig, own_files
+from fedweave.federation.site.floors import Declined, check_model, check_question, check_reply
+from fedweave.federation.site.settings import Floors, SiteConfig, own_files
 from fedweave.federation.steps import Asked
 from fedweave.json_files import Damaged
 from fedweave.settings import read_yaml
@@ -45,7 +47,7 @@ class OwnFiles:
     """A real site."""
 
     def __init__(self, site: SiteConfig):
-        self.site, self.name = site, site.name
+        self.site, self.name, self.floors = site, site.name, site.floors
         self.state: Path | None = Path(site.state)  # where private parameters are kept; None: in memory
 
     def backbone(self, config: BackboneConfig) -> BackboneConfig:
@@ -64,7 +66,7 @@ class OwnFiles:
         return hold_out(rows, ["validation"], held, config.data.holdout, key), held["validation"]
 
     def labels(self, config: Config) -> list[str] | None:
-        """The names of all tasks, for upper bounds that are told them; a real site knows no such list."""
+        """The names of all kinds, for upper bounds that are told them; a real site knows no such list."""
         return None
 
 
@@ -72,6 +74,7 @@ class Share:
     """Client ``index`` of a simulation; the validation examples are dealt out, so that their mean is the same."""
 
     state: Path | None = None
+    floors = Floors(batch=1, clip=0.0)  # a simulation has nobody to protect
 
     def __init__(self, config: Config, index: int):
         self.config, self.data = config, load_data(config)
@@ -84,7 +87,7 @@ class Share:
         return self.data.clients[self.name], self.data.validation[self.index :: len(self.data.clients)]
 
     def labels(self, config: Config) -> list[str] | None:
-        return list(self.data.tasks)
+        return self.data.kinds()
 
 
 Source = OwnFiles | Share
@@ -101,6 +104,7 @@ class Remembered(TypedDict):
     """Beside its tensors."""
 
     t: int  # the round
+    pace: NotRequired[float | None]  # and the share of the rates at which it was trained
 
 
 class Models:
@@ -146,15 +150,18 @@ class Site:
         self.session: Session | None = None
 
     def answer(self, question: Message) -> Message:
-        """The answer, or one sentence that says why there is none."""
+        """The answer, or one sentence that says why there is none and nothing of the site."""
         try:
-            return self.hello(question) if question.facts["step"] == Hello.name else self._answer(question)
-        except UserError as error:
+            return self.reply(question)
+        except Declined as error:
             self.console.warn(str(error))
             return Message(facts={"error": str(error)})
-        except Exception as error:
-            self.console.warn(traceback.format_exc())
-            return Message(facts={"error": f"{type(error).__name__}: {first_line(error)}"})
+        except Exception as error:  # what went wrong here may quote a row or a path: it stays here
+            self.console.warn(str(error) if isinstance(error, UserError) else traceback.format_exc())
+            return Message(facts={"error": f"{type(error).__name__}; the site's own log says more"})
+
+    def reply(self, question: Message) -> Message:
+        return self.hello(question) if question.facts["step"] == Hello.name else self._answer(question)
 
     def rest(self) -> None:
         """Take the experts off a backbone that others use too."""
@@ -164,7 +171,9 @@ class Site:
     def hello(self, question: Message) -> Message:
         """Who is there, with which model. No row has been looked at yet."""
         config = read_config(question)
+        check_question(self.source.floors, config, question)
         backbone = self.models.get(self.source.backbone(config.backbone))
+        check_model(self.source.floors, backbone.fingerprint)
         layers = backbone.linear_layers(config.experts.target_modules)
         labels = self.source.labels(config) if self.build_method(config).uses_labels else None
         return Message(facts={
@@ -176,10 +185,12 @@ class Site:
         })  # fmt: skip
 
     def _answer(self, question: Message) -> Message:
-        session = self._session(question)
+        session, floors = self._session(question), self.source.floors
+        check_question(floors, session.key[0], question)
+        check_model(floors, session.engine.backbone.fingerprint)
         step = next((s for s in session.method.steps() if s.name == question.facts["step"]), None)
         if step is None:
-            raise UserError("it does not know this question; is its fedweave of another version?")
+            raise Declined("it does not know this question; is its fedweave of another version?")
         if question.facts["assignment"]:
             self._align(session, question)
         engine = session.engine
@@ -187,6 +198,7 @@ class Site:
         ((_, message),) = engine.answers(step, asked, question)
         if not question.facts["assignment"]:
             session.buckets = session.client.buckets
+        check_reply(floors, message)
         self._remember(session)
         return message
 
@@ -204,13 +216,13 @@ class Site:
         backbone, method = self.models.get(self.source.backbone(config.backbone)), self.build_method(config)
         labels = self.source.labels(config) if method.uses_labels else None
         if method.uses_labels and labels is None:
-            raise UserError(f"{config.method} is told every task label: it runs in simulations only.")
+            raise UserError(f"{config.method} is told every example's kind: it runs in simulations only.")
         parts = []
         for rows in self.source.rows(config, index):
             kept, encoded = backbone.prompts.encode_fitting(rows, config.data.long_answers, self.console.warn)
             if labels:
-                tasks = torch.tensor([labels.index(row.task) for row in kept], dtype=torch.long)
-                features = torch.nn.functional.one_hot(tasks, len(labels)).float()
+                kinds = torch.tensor([labels.index(row.kind) for row in kept], dtype=torch.long)
+                features = torch.nn.functional.one_hot(kinds, len(labels)).float()
             else:
                 features = cached_features(backbone, [e.prompt for e in encoded], self.console)
             parts.append(ClientData(self.source.name, encoded, features))
@@ -225,7 +237,8 @@ class Site:
                     f"what this site remembers, {folder / _MEMORY}, is damaged ({error}); restore it, or remove "
                     "the folder to go on without it."
                 ) from None
-            client.memory.load({name: t.to(backbone.device) for name, t in tensors.items()}, meta["t"])
+            remembered = {name: t.to(backbone.device) for name, t in tensors.items()}
+            client.memory.load(remembered, meta["t"], meta.get("pace"))
         engine = InProcessEngine(backbone, [client], config, self.console, travels=True)
         return Session((config, index, federation), method, engine)
 
@@ -235,7 +248,7 @@ class Site:
             session.method.form_buckets(session.engine.compute, [session.client])
             session.buckets = session.client.buckets
         if [len(bucket) for bucket in session.buckets] != list(question.facts["sizes"]):
-            raise UserError("its data has changed since this federation was aligned; restore it, or start anew.")
+            raise Declined("its data has changed since this federation was aligned; restore it, or start anew.")
         assignment = question.facts["assignment"]
         pairs = [(b, m) for b, m in zip(session.buckets, assignment, strict=True) if m >= 0]
         session.client.buckets, session.client.assignment = [b for b, _ in pairs], [m for _, m in pairs]
@@ -245,7 +258,7 @@ class Site:
         memory, folder = session.client.memory, self._folder(session.key[2])
         if folder is not None and memory.after:
             folder.mkdir(parents=True, exist_ok=True)
-            save_checkpoint(folder, _MEMORY, memory.tensors(), {"t": memory.round})
+            save_checkpoint(folder, _MEMORY, memory.tensors(), {"t": memory.round, "pace": memory.pace})
 
     def _folder(self, federation: str) -> Path | None:
         if self.source.state is None:

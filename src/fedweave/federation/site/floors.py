@@ -1,0 +1,40 @@
+"""A site's own floors, which no server can lower: checked before anything is computed, and before it leaves."""
+
+from fedweave.config import Config
+from fedweave.errors import UserError
+from fedweave.federation.message import Message
+from fedweave.federation.site.settings import Floors
+
+
+class Declined(UserError):
+    """Why a site does not answer, in words that say nothing of its data: the server may read them."""
+
+
+def check_question(floors: Floors, config: Config, question: Message) -> None:
+    """Refuse a question that goes below a floor."""
+    step, training, discovery = question.facts["step"], config.training, config.discovery
+    if floors.questions and step not in floors.questions:
+        raise Declined(f"this site does not answer {step!r} (floors.questions)")
+    for key, asked, least in (
+        ("batch", training.batch_size, floors.batch),
+        ("batch", discovery.warmup_batch, floors.batch),
+        ("steps", training.local_steps, floors.steps),
+        ("steps", discovery.warmup_steps, floors.steps),
+        ("clip", training.clip, floors.clip),
+    ):
+        if asked < least:
+            raise Declined(f"the federation asks for {asked:g}, where this site's floors.{key} is {least:g}")
+    if step == "train" and question.facts["t"] >= floors.rounds:
+        raise Declined(f"this site takes part in {floors.rounds} rounds at most (floors.rounds)")
+
+
+def check_model(floors: Floors, fingerprint: str) -> None:
+    if floors.fingerprint and floors.fingerprint != fingerprint:
+        raise Declined("the federation's backbone is not the one of this site's floors.fingerprint")
+
+
+def check_reply(floors: Floors, message: Message) -> None:
+    """Refuse to send what a bucket of too few examples has given."""
+    sizes = message.facts.get("sizes", [])
+    if sizes and min(sizes) < floors.bucket:
+        raise Declined(f"a bucket is smaller than this site's floors.bucket={floors.bucket}")

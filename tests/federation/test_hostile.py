@@ -1,0 +1,146 @@
+"""Thousands of mutated replies to every question: each is refused or harmless, and none ends a run.
+
+Each case follows from the seed, so that a failure can be had again; FEDWEAVE_DAMAGES=10000 tries more of them.
+"""
+
+import os
+import random
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import pytest
+import torch
+
+from fedweave.aggregation.robust import expert_average
+from fedweave.federation.admission import Door, Receipts
+from fedweave.federation.message import Message
+from fedweave.federation.rounds import one_round
+from fedweave.federation.state import broadcast
+from fedweave.federation.steps import Asked, Step
+from fedweave.federation.train import Update
+from fedweave.methods import build_method
+from tests.federations import changed, make_engine
+
+TRIES = int(os.environ.get("FEDWEAVE_DAMAGES", "2000"))
+WORDS = ["", "x" * 10_000, "NaN", None, True, -1, 0, 1, 2**62, 2**63, -(2**70), 1e308, float("inf"), float("nan"),
+         [], [[]], {}, [None], ["a"], [2**64] * 3, [float("nan")], b"bytes"]  # fmt: skip
+
+
+@dataclass
+class Reply:
+    """An honest reply to a question, and what it answers."""
+
+    step: Step
+    asked: Asked
+    message: Message
+
+
+def collect(config, backbone):
+    """(every client's reply to every question of a method, the engine that asked)"""
+    engine, method, seen = make_engine(config, backbone), build_method(config), []
+    real = engine.answers
+
+    def spy(step, asked, question):
+        for one, (client, message) in zip(asked, real(step, asked, question), strict=True):
+            copy = Message({k: v.clone() for k, v in message.tensors.items()}, dict(message.facts))
+            seen.append(Reply(step, one, copy))
+            yield client, message
+
+    engine.answers = spy
+    state = method.prepare(engine)
+    state, _ = one_round(method, engine, state, engine.members, 0)
+    list(engine.ask(method.evaluate, engine.members, broadcast(state, 1)))
+    engine.detach()
+    return seen, engine
+
+
+def mutated(honest: Message, rng: random.Random) -> object:
+    """Another message, or something that is none."""
+    tensors, facts = {k: v.clone() for k, v in honest.tensors.items()}, dict(honest.facts)
+    for _ in range(rng.choice([1, 1, 2, 3])):
+        kind = rng.randrange(12)
+        name = rng.choice([k for k, v in tensors.items() if isinstance(v, torch.Tensor)] or [None])
+        fact = rng.choice([*facts, "step"])
+        if kind == 0:
+            return rng.choice([None, b"", "text", 3, Message(), Message({}, None), Message(None, facts)])
+        if kind == 1:
+            facts.pop(fact, None)
+        elif kind == 2:
+            facts[fact] = rng.choice(WORDS)
+        elif kind == 3 and isinstance(facts.get(fact), list) and facts[fact]:
+            values = list(facts[fact])
+            values[rng.randrange(len(values))] = rng.choice(WORDS)
+            facts[fact] = values * rng.choice([1, 1, 2])
+        elif kind == 4:
+            facts[f"more{rng.random()}"] = rng.choice(WORDS)
+        elif name is None:
+            continue
+        elif kind == 5:
+            tensors.pop(name)
+        elif kind == 6:
+            tensors[rng.choice(["", "theta", "expert.99", "router", name + "."])] = tensors[name]
+        elif kind == 7:
+            tensors[name] = tensors[name].to(rng.choice([torch.int8, torch.float16, torch.float64, torch.bool]))
+        elif kind == 8:
+            tensors[name] = tensors[name].flatten()[: rng.choice([0, 1, 7])]
+        elif kind == 9:
+            place = tensors[name].flatten()
+            if place.is_floating_point() and len(place):
+                place[rng.randrange(len(place))] = rng.choice([float("nan"), float("inf"), 1e30, -1e38])
+        elif kind == 10:
+            tensors[name] = tensors[name] * rng.choice([-1, -10, 1e3, 1e9, 1e30])
+        else:
+            tensors[name] = rng.choice([None, [1.0], "tensor", torch.zeros(3, dtype=torch.complex64)])
+    return Message(tensors, facts)
+
+
+@pytest.mark.parametrize("method", ["fedweave", "fedlease"])
+def test_a_mutated_reply_is_refused_or_harmless(method, config, backbone):
+    asked = {"method": method, "data": {"clients": 6}, "federation": {"rule": "clip", "max_share": 0.3}}
+    woven = {"experts": {"shared_rank": 8}, "router": {"familiar": 0.9, "gate": "sure"}}  # every question there is
+    config = changed(config, **asked, **(woven if method == "fedweave" else {}))
+    honest, engine = collect(config, backbone)
+    round_one = Round(config, honest, engine)
+    rng, outcomes = random.Random(0), {"refused": 0, "let in": 0}
+    for number in range(TRIES):
+        reply = rng.choice(honest)
+        told, said = round_one.admit(reply, mutated(reply.message, rng))
+        outcomes["refused" if told is None else "let in"] += 1
+        if told is None:
+            assert len(said) == 1 and "\n" not in said[0], f"case {number}: a refusal is one sentence"
+        elif isinstance(told, Update):
+            assert round_one.effect(told) <= 2, f"case {number} moves the model by {round_one.effect(told):.1f}"
+    assert min(outcomes.values()) > TRIES // 50, outcomes
+
+
+class Round:
+    """A round of honest updates, in which one is swapped for another."""
+
+    def __init__(self, config, replies: list[Reply], engine):
+        self.config, self.engine = config, engine
+        admitted = [self.admit(reply, reply.message)[0] for reply in replies if reply.step.name == "train"]
+        self.honest = {update.client: update for update in admitted}
+        self.layout = engine.layout(config.experts.rank, len(admitted[0].counts), config.experts.shared_rank)
+        self.whole = self.average(self.honest.values())
+
+    def admit(self, reply: Reply, message: object) -> tuple[object, list[str]]:
+        """(what the door makes of it, what the operator is told)"""
+        said: list[str] = []
+        door = Door(self.config, reply.step, [reply.asked], self.engine.identity, self.engine.device, Receipts())
+        return door.admit(reply.asked.member, message, said.append), said
+
+    def average(self, updates: Iterable[Update]) -> torch.Tensor:
+        average = expert_average(self.layout, torch.device("cpu"), self.config)
+        for update in updates:
+            average.add(update.delta_theta, update.counts, update.samples)
+        return average.step()
+
+    def effect(self, told: Update) -> float:
+        """How far it moves the model, as a multiple of the farthest that an honest client does."""
+        others = [u for u in self.honest.values() if u.client != told.client]
+        without = self.average(others)
+        most = max(
+            (self.whole - self.average(u for u in self.honest.values() if u.client != gone)).norm()
+            for gone in self.honest
+        )
+        return float((self.average([*others, told]) - without).norm() / most)
