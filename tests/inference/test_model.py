@@ -75,6 +75,11 @@ def test_prompts_may_be_as_long_as_the_model_takes(tiny_run, says):
     assert [a.truncated for a in answers] == [False, True]
 
 
+def test_a_model_says_what_it_is(model):
+    said = repr(model)
+    assert said == f"<FedWeaveModel: 3 experts of rank 4 on {model.backbone.name}, float32 on cpu>"
+
+
 def test_an_adapter_may_be_asked_for_by_name(model):
     """An expert, or none: the bare backbone, beside experts in the same batch."""
     encoded = model.backbone.prompts.encode_prompts(PROMPTS)

@@ -53,13 +53,21 @@ class Route:
     gates: torch.Tensor  # [M] or [M + R/r]
 
 
-@dataclass
+@dataclass(repr=False)
 class FedWeaveModel:
     """Backbone, experts and router; :func:`fedweave.load` makes one of a run or a bundle."""
 
     backbone: Backbone
     mixture: Mixture
     experts: RoutedExperts
+
+    def __repr__(self) -> str:
+        layout, backbone = self.mixture.layout, self.backbone
+        shared = f" and a shared part of rank {layout.shared}" if layout.shared else ""
+        where = f"{str(backbone.dtype).removeprefix('torch.')} on {backbone.device}"
+        return (
+            f"<FedWeaveModel: {layout.experts} experts of rank {layout.rank}{shared} on {backbone.name}, {where}>"
+        )
 
     @property
     def theta(self) -> torch.Tensor:
