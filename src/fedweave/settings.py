@@ -173,7 +173,7 @@ def _convert(value: object, hint: object, key: str, limits: Limits) -> object:
         if (
             not isinstance(items, list | tuple)
             or len(items) < fewest
-            or not all(isinstance(v, args[0]) for v in items)
+            or not all(isinstance(v, int if args[0] is int else str) for v in items)
         ):
             raise UserError(f"{key} must be a list of names or texts, as in [one, two], not {value!r}.")
         return tuple(_convert(item, args[0], key, {}) for item in items)
