@@ -249,7 +249,7 @@ def test_answer_without_room_for_its_prompt_names_the_row_and_the_remedies(make_
         make_format(max_length=48).encode([example(), example(response="seven times eight " * 20)])
     message = str(caught.value)
     assert message.startswith("site.jsonl:7: the answer has ")
-    for remedy in ("backbone.max_length=48; shorten it", "data.long_answers=skip", "raise that length"):
+    for remedy in ("backbone.max_length=48", "shorten it", "data.long_answers=skip", "raise that length"):
         assert remedy in message
 
 

@@ -31,6 +31,8 @@ def test_local_audit_weights_clients_by_size():
 def test_routing_is_decided_where_one_expert_has_nearly_all_prompts_of_a_kind():
     weights = torch.tensor([[0.9, 0.1], [0.6, 0.4], [0.4, 0.6], [0.1, 0.9], [0.2, 0.8]])
     assert decided(weights, ["x", "x", "x", "y", "y"]) == pytest.approx({"x": 2 / 3, "y": 1.0})
+    weights[1] = 0.0  # strange to the router: the shared part answers alone
+    assert decided(weights, ["x", "x", "y", "z", "z"]) == pytest.approx({"x": 1 / 2, "y": 1.0, "z": 1.0})
 
 
 def test_routing_rows_sum_to_one_and_macro_is_unweighted():

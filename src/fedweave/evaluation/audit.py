@@ -58,8 +58,10 @@ def routing_table(weights: torch.Tensor, labels: Sequence[str]) -> dict[str, lis
 
 
 def decided(weights: torch.Tensor, kinds: Sequence[str]) -> dict[str, float]:
-    """The share of every kind's prompts whose first choice is the kind's most frequent expert; weights [n, M]."""
-    chosen, rows = weights.argmax(1), np.asarray(kinds)
+    """The share of every kind's prompts whose first choice is the kind's most frequent one; weights [n, M]. No
+    weight at all is a choice, too: what all experts share answers alone."""
+    chosen = weights.argmax(1).where(weights.any(1), torch.tensor(weights.shape[1]))
+    rows = np.asarray(kinds)
     counts = {kind: chosen[torch.from_numpy(rows == kind)].bincount() for kind in dict.fromkeys(kinds)}
     return {kind: (count.max() / count.sum()).item() for kind, count in counts.items()}
 
