@@ -60,6 +60,11 @@ class BackboneConfig:
         "Which prompt tokens the feature averages: the whole rendered prompt, or the user's words without the "
         "template's constant parts.",
     )
+    turns: Literal["last", "all"] = setting(
+        "last",
+        "What the router reads of a conversation, in training and in use: its last user turn behind the system "
+        "prompt, as if asked alone, or all turns. Experts always read all of it.",
+    )
     end_of_answer: bool = setting(True, "Append the end token to every answer and train on it.")
     fused: bool = setting(
         True, "Run Llama, Qwen2 and Mistral models through fused operations; false runs transformers' own layers."

@@ -37,8 +37,7 @@ def check_together(config: Config) -> None:
         raise UserError(
             f"experts.shared_rank={experts.shared_rank} must be a multiple of experts.rank={experts.rank}, or 0."
         )
-    alone = {"router.gate=sure": config.router.gate == "sure", "router.familiar": config.router.familiar < 1,
-             "experts.rest": experts.rest > 0}  # fmt: skip
+    alone = {"router.gate=sure": config.router.gate == "sure", "experts.rest": experts.rest > 0}
     for key, asked in alone.items():
         if asked and not experts.shared_rank:
             raise UserError(f"{key} needs a part that experts share: set experts.shared_rank, as in 32.")

@@ -335,6 +335,7 @@ class Description(TypedDict):
     round: int
     seed: int
     backbone: dict[str, object]  # a BackboneConfig
+    base_model: NotRequired[str]  # what others call the backbone, never a path of this machine
     fingerprint: str
     experts: int
     rank: int

@@ -170,7 +170,11 @@ def _convert(value: object, hint: object, key: str, limits: Limits) -> object:
             value = _pairs(value)
         items = [value] if isinstance(value, str) else value
         fewest = limits.get("low") or 0
-        if not isinstance(items, list | tuple) or len(items) < fewest or not all(isinstance(v, str) for v in items):
+        if (
+            not isinstance(items, list | tuple)
+            or len(items) < fewest
+            or not all(isinstance(v, int if args[0] is int else str) for v in items)
+        ):
             raise UserError(f"{key} must be a list of names or texts, as in [one, two], not {value!r}.")
         return tuple(_convert(item, args[0], key, {}) for item in items)
     if hint is bool:

@@ -96,10 +96,46 @@ def test_messages_in_chat_are_rendered_by_the_template(chat_tokenizer):
     assert decode(form, encoded.ids) == rendered
 
 
-def test_messages_in_plain_are_joined_by_blank_lines(tokenizer):
+def test_messages_in_plain_keep_their_speakers(tokenizer):
     form = PromptFormat(tokenizer, BackboneConfig(prompt="plain"))
     (encoded,) = form.encode_prompts([TURNS])
-    assert decode(form, encoded.ids) == f"Be brief.\n\nDan has 3 coins.\n\nAnd?\n\n{ASK}\n\nResponse:"
+    words = f"Be brief.\n\nDan has 3 coins.\n\nResponse: And?\n\n{ASK}\n\nResponse:"
+    assert decode(form, encoded.ids) == words
+    late = (*TURNS, {"role": "tool", "content": "7"}, {"role": "system", "content": "Now."})
+    assert decode(form, form.encode_prompts([late])[0].ids) == words.removesuffix("\n\nResponse:") + (
+        "\n\nTool: 7\n\nSystem: Now.\n\nResponse:"
+    )
+
+
+def test_a_plain_conversation_continues_what_training_rendered(tokenizer):
+    """A question and its answer, as a row that was trained on, are the beginning of the next turn's prompt."""
+    form = PromptFormat(tokenizer, BackboneConfig(prompt="plain", end_of_answer=False))
+    first, then = sample()[:2]
+    turns = ("user", first.prompt), ("assistant", first.response), ("user", then.prompt)
+    (whole,) = form.encode_prompts([tuple({"role": role, "content": text} for role, text in turns)])
+    (row,) = form.encode([first])
+    np.testing.assert_array_equal(whole.ids[: len(row.ids)], row.ids)
+
+
+# -------------------------------------------------------------------------------------- what the router reads
+
+
+def test_the_router_reads_the_last_turn_as_if_it_were_asked_alone(make_format):
+    form = make_format()
+    (chat,), (alone,) = form.encode_prompts([TURNS]), form.encode_prompts([(TURNS[0], TURNS[-1])])
+    np.testing.assert_array_equal(chat.routed.ids, alone.ids)
+    assert chat.routed.pool == alone.pool and len(chat.ids) > len(alone.ids)
+    (row,) = form.encode([example(prompt=TURNS)])  # in training as in use
+    np.testing.assert_array_equal(row.prompt.routed.ids, alone.ids)
+    np.testing.assert_array_equal(row.ids[: row.answer_start], chat.ids)
+
+
+def test_single_turns_and_all_turns_are_read_as_they_are(make_format):
+    for prompt in (ASK, TURNS[-1:], (TURNS[0], TURNS[-1])):
+        assert make_format().encode_prompts([prompt])[0].asked is None
+    (chat,) = make_format(turns="all").encode_prompts([TURNS])
+    assert chat.routed is chat
+    assert make_format(turns="all").settings() != make_format().settings()
 
 
 def test_auto_is_chat_where_there_is_a_template(tokenizer, chat_tokenizer):

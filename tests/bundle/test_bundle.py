@@ -5,11 +5,13 @@ import shutil
 import pytest
 import torch
 
+from fedweave.backbone import catalog
 from fedweave.bundle.load import load_bundle
+from fedweave.config import BackboneConfig
 from fedweave.errors import UserError
 from fedweave.router.mlp import sparsify
 from fedweave.runs.use import export_run, load
-from tests.helpers import PROMPTS, read_json
+from tests.helpers import PROMPTS, read_json, write_jsonl
 
 
 def test_each_expert_loads_with_peft_and_gives_the_same_logits(bundle, model_folder):
@@ -53,7 +55,8 @@ def test_bundle_holds_what_it_promises(bundle, trained, says, complains):
     description = read_json(bundle / "fedweave.json")
     experts = [f"expert_{m}/{file}" for m in range(description["experts"])
                for file in ("adapter_config.json", "adapter_model.safetensors")]  # fmt: skip
-    assert set(description["files"]) == {"router.safetensors", *experts}
+    tokenizer = {"tokenizer.json", "tokenizer_config.json", "chat_template.jinja"}
+    assert set(description["files"]) == {"router.safetensors", *experts, *tokenizer}
     assert {p.stat().st_mode & 0o777 for p in bundle.rglob("*.safetensors")} == {
         (bundle / "README.md").stat().st_mode & 0o777
     }
@@ -90,8 +93,46 @@ def test_another_backbone_is_refused(bundle, model_folder, tmp_path):
     shutil.copytree(model_folder("llama"), other)
     weights = other / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:-8] + b"\x00" * 8)
-    with pytest.raises(UserError, match="another backbone"):
+    with pytest.raises(UserError, match=r"another backbone.*name the one that was: --backbone"):
         load_bundle(bundle, model=str(other))
+
+
+def test_a_packaged_backbone_is_named_as_the_remedy(monkeypatch, tmp_path):
+    """A bundle trained offline, once the original checkpoint lies in the hub's cache."""
+    monkeypatch.setattr(catalog, "CACHE", tmp_path)
+    default = BackboneConfig().model
+    assert "--backbone FOLDER" in catalog.other_weights(default)
+    kept = catalog._unpacked(catalog.PACKAGED[default])
+    kept.parent.mkdir(parents=True)
+    kept.touch()
+    assert f"--backbone {kept}" in catalog.other_weights(default)
+
+
+def test_every_verb_finds_a_backbone_that_moved(bundle, trained, model_folder, tmp_path, says, complains):
+    moved, gone = shutil.copytree(model_folder("llama"), tmp_path / "moved"), tmp_path / "gone"
+    rows = write_jsonl(tmp_path / "rows.jsonl", [{"prompt": "How many?", "response": "7"}])
+    for verb in (
+        ["generate", bundle, "How many?", "--max-new-tokens", "4"],
+        ["evaluate", bundle, "--data", rows, "evaluation.max_new_tokens=4", "--quiet"],
+        ["describe", bundle, "--data", rows, "--quiet"],
+        ["export", trained, tmp_path / "more"],
+        ["export", trained, tmp_path / "dense", "--merge", "0"],
+        ["export", bundle, tmp_path / "denser", "--merge", "0"],
+    ):
+        assert str(gone) in complains(*verb, "--backbone", gone), verb
+        says(*verb, "--backbone", moved)
+    for path in [*(tmp_path / "more").rglob("*"), *(tmp_path / "dense").rglob("*")]:
+        if path.suffix in (".md", ".json") and path.name != "fedweave.json":
+            assert str(tmp_path) not in path.read_text(), path
+
+
+def test_others_read_a_name_and_never_a_path(trained, tmp_path):
+    export_run(trained, tmp_path / "named", base="me/tiny-llama")
+    assert "base_model: me/tiny-llama" in (tmp_path / "named" / "README.md").read_text()
+    adapter = read_json(tmp_path / "named" / "expert_0" / "adapter_config.json")
+    assert adapter["base_model_name_or_path"] == "me/tiny-llama"
+    assert catalog.public_name("/data/models/My-Model.Q4_1.gguf") == "My-Model.Q4_1.gguf"
+    assert catalog.public_name("owner/name") == "owner/name"
 
 
 def test_local_only_has_nothing_to_export(tiny_run, tmp_path):

@@ -1,5 +1,6 @@
 """What export writes besides the bundle, and what it checks before a folder gets its name."""
 
+import copy
 import json
 import shutil
 
@@ -7,12 +8,17 @@ import pytest
 import torch
 from peft import PeftModel
 from safetensors import safe_open
+from tokenizers.processors import TemplateProcessing
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from fedweave.backbone.prompts import PromptFormat
 from fedweave.bundle.adapter import check_adapter, probe
 from fedweave.bundle.card import vllm_command
 from fedweave.bundle.load import load_bundle
+from fedweave.bundle.tokens import write_tokenizer
 from fedweave.cli import main
+from fedweave.config import BackboneConfig
+from fedweave.data.examples import Example
 from fedweave.errors import UserError
 from fedweave.federation.checkpoint import save_checkpoint
 from fedweave.runs.folder import RunFolder
@@ -40,6 +46,57 @@ def test_a_merged_model_is_the_backbone_with_one_expert(bundle, tmp_path):
         probe(ours), probe(load_bundle(bundle), one_hot(1, ours.mixture.layout.experts)), atol=1e-4, rtol=1e-4
     )
     assert not (tmp_path / "dense" / "adapter_config.json").exists()
+
+
+@pytest.mark.parametrize("begins", [False, True])
+def test_the_shipped_template_renders_what_training_rendered(tokenizer, tmp_path, begins):
+    """Whatever is said by whom, to the token; with a tokenizer that begins texts with a mark of its own, too."""
+    tokenizer = copy.deepcopy(tokenizer)
+    if begins:
+        tokenizer.bos_token = "<pad>"
+        mark = ("<pad>", tokenizer.pad_token_id)
+        tokenizer._tokenizer.post_processor = TemplateProcessing(single="<pad> $A", special_tokens=[mark])
+    prompts = PromptFormat(tokenizer, BackboneConfig(prompt="plain"))
+    assert write_tokenizer(tmp_path, prompts)
+    shipped = AutoTokenizer.from_pretrained(tmp_path)
+    speak = [("system", "Be brief."), ("user", " Dan has\n\n3 coins. "), ("assistant", "And?"), ("tool", "4"),
+             ("system", "Now."), ("user", "How many?\n")]  # fmt: skip
+    for turns in (speak[:2], speak[1:2], speak[:4], speak, [("user", "{{ eos_token }} 'x'")]):
+        chat = tuple({"role": role, "content": text} for role, text in turns)
+        ids = shipped.apply_chat_template(list(chat), add_generation_prompt=True, return_dict=False)
+        assert ids == prompts.encode_prompts([chat])[0].ids.tolist()
+    row = [{"role": "user", "content": "How many?"}, {"role": "assistant", "content": "7"}]
+    (trained,) = prompts.encode([Example("How many?", "7", "sum", "here:1")])
+    assert shipped.apply_chat_template(row, return_dict=False) == trained.ids.tolist()
+
+
+def test_a_tokenizer_without_a_faithful_template_ships_none(tokenizer, tmp_path):
+    odd = copy.deepcopy(tokenizer)
+    mark = ("<eos>", odd.eos_token_id)
+    odd._tokenizer.post_processor = TemplateProcessing(single="$A <eos>", special_tokens=[mark])
+    assert not write_tokenizer(tmp_path, PromptFormat(odd, BackboneConfig(prompt="plain")))
+    assert AutoTokenizer.from_pretrained(tmp_path).chat_template is None
+
+
+def test_the_code_of_the_cards_gives_the_models_answers(bundle, tmp_path, model_folder):
+    """The card's own code, run: for a merged model and for an adapter."""
+    export_merged(bundle, tmp_path / "dense", 1)
+    ours = load_bundle(bundle)
+    expected = ours.generate(["Fix the grammar: Ada go to school."], adapter="expert_1", max_new_tokens=64)[0].text
+    base = AutoModelForCausalLM.from_pretrained(model_folder("llama"), dtype=torch.float32)
+    dense = AutoModelForCausalLM.from_pretrained(tmp_path / "dense", dtype=torch.float32)
+    for folder, model in (
+        (tmp_path / "dense", dense),
+        (bundle, PeftModel.from_pretrained(base, bundle / "expert_1")),
+    ):
+        card = (folder / "README.md").read_text()
+        section = card[card.index("## How a prompt looks") :]
+        assert "Fix the grammar: Ada go to school.\n\nResponse:\n```" in section
+        code = section.split("```python\n")[1].split("```")[0].replace("PATH", str(folder))
+        found = {"model": model}
+        exec(code, found)
+        assert found["answer"].rstrip("\ufffd").strip() == expected  # theirs may end within a character
+    assert dense.generation_config.eos_token_id == ours.backbone.end_ids
 
 
 def test_a_fixed_mixture_is_one_adapter_of_rank_m_times_r(trained, bundle, tmp_path, model_folder):
@@ -116,7 +173,7 @@ def test_adapters_carry_what_vllm_asks_for(bundle, model_folder):
     for folder in sorted(bundle.glob("expert_*")):
         config = read_json(folder / "adapter_config.json")
         assert config["peft_type"] == "LORA"
-        assert config["base_model_name_or_path"] == str(model_folder("llama"))
+        assert config["base_model_name_or_path"] == model_folder("llama").name
         assert isinstance(config["r"], int) and isinstance(config["lora_alpha"], int)
         assert config["bias"] == "none" and not config["modules_to_save"]
         assert not config["use_dora"] and not config["use_rslora"]

@@ -12,6 +12,7 @@ from fedweave.inference.generate import generate
 from fedweave.inference.rows import Row
 from fedweave.inference.sampling import Sampling
 from fedweave.router.mlp import sparsify
+from fedweave.runs.use import load
 from tests.conftest import FAMILIES
 
 PROMPTS = [
@@ -35,6 +36,66 @@ def test_answers_equal_whole_batch_decoding(make_model, family):
         # an answer that ends within a character keeps the broken one only in whole-batch decoding
         assert [a.text for a in ours] == [t.rstrip("\ufffd").strip() for t in theirs]
     assert len({a.expert for a in ours}) > 1, "one expert for all would test nothing"
+
+
+def test_a_long_row_that_joins_late_finds_room(model):
+    """The cache grows beneath an answer that is under way, and shrinks again."""
+    encoded = model.backbone.prompts.encode_prompts([PROMPTS[0], PROMPTS[3] * 8], 400)
+    short, long = (
+        Row(model.backbone, prompt, torch.eye(3)[0], Sampling(max_new_tokens=tokens))
+        for prompt, tokens in zip(encoded, (20, 6), strict=True)
+    )
+    batch = model.batch(2, short.room)
+    for _ in range(4):
+        list(batch.advance(deque([short] if not short.new else [])))
+    waiting = deque([long])
+    while waiting or not all(row.ended for row in batch.rows):
+        list(batch.advance(waiting))
+        assert batch.cache.length == long.room
+    gates = torch.eye(3)[0].expand(2, 3)
+    alone = generate(model.backbone, encoded, [20, 6], model.mixture, model.theta, gates)
+    assert [short.text.text, long.text.text] == [t.rstrip("\ufffd").strip() for t in alone]
+    again = Row(model.backbone, encoded[0], torch.eye(3)[0], Sampling(max_new_tokens=20))
+    list(batch.advance(deque([again])))
+    assert batch.cache.length == short.room
+
+
+def test_prompts_may_be_as_long_as_the_model_takes(tiny_run, says):
+    """Training knew 128 tokens, the model takes 512: no word is lost in use, unless it is said."""
+    model = load(tiny_run(), device="cpu")
+    text = PROMPTS[3] * 5
+    whole = model.backbone.prompts.encode_prompts([text], 10_000)[0]
+    assert 128 < len(whole.ids) < 480 and len(whole.routed.ids) == 128
+    answer = model.generate([text], max_new_tokens=8)[0]
+    gates = model.experts.gates(model.route([text]), "sparse")
+    expected = generate(model.backbone, [whole], 8, model.mixture, model.theta, gates)[0]
+    assert (answer.text, answer.truncated) == (expected.rstrip("\ufffd").strip(), False)
+    with pytest.warns(UserWarning, match="1 of 2 prompts lost their beginning: 504 tokens fit"):
+        answers = model.generate([text, text * 5], max_new_tokens=8)
+    assert [a.truncated for a in answers] == [False, True]
+
+
+def test_a_model_says_what_it_is(model):
+    said = repr(model)
+    assert said == f"<FedWeaveModel: 3 experts of rank 4 on {model.backbone.name}, float32 on cpu>"
+
+
+def test_an_adapter_may_be_asked_for_by_name(model):
+    """An expert, or none: the bare backbone, beside experts in the same batch."""
+    encoded = model.backbone.prompts.encode_prompts(PROMPTS)
+    bare = generate(model.backbone, encoded, 12)
+    answers = model.generate(PROMPTS, adapter="base", max_new_tokens=12)
+    assert [a.text for a in answers] == [t.rstrip("\ufffd").strip() for t in bare]
+    assert {(a.expert, a.adapter) for a in answers} == {(-1, "base")}
+    gates = torch.eye(3)[1].expand(len(PROMPTS), 3)
+    second = generate(model.backbone, encoded, 12, model.mixture, model.theta, gates)
+    answers = model.generate(PROMPTS, adapter="expert_1", max_new_tokens=12)
+    assert [a.text for a in answers] == [t.rstrip("\ufffd").strip() for t in second]
+    assert "".join(model.stream(PROMPTS[0], adapter="expert_1", max_new_tokens=12)) == answers[0].text
+    with pytest.raises(
+        UserError, match="there is no adapter 'shared'; there are expert_0, expert_1, expert_2, base"
+    ):
+        model.generate(PROMPTS, adapter="shared")
 
 
 def test_rows_that_join_and_leave_change_nothing_for_the_others(model):

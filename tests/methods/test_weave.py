@@ -257,7 +257,7 @@ def test_what_is_familiar_comes_from_sums_over_clients(woven, backbone):
     torch.testing.assert_close(found, outside, atol=1e-3, rtol=1e-3)
 
 
-@pytest.mark.parametrize("key", ["router.gate=sure", "router.familiar=0.9", "experts.rest=0.1"])
+@pytest.mark.parametrize("key", ["router.gate=sure", "experts.rest=0.1"])
 def test_doing_without_an_expert_needs_a_shared_part(key):
     with pytest.raises(UserError, match=r"needs a part that experts share: set experts\.shared_rank"):
         load_config("weave", ["experts.shared_rank=0", key])

@@ -22,7 +22,7 @@ from fedweave.serving.app import Api, build_app
 from fedweave.serving.gateway import Gateway
 from fedweave.serving.jobs import Limits
 from fedweave.serving.local import LocalBackend
-from fedweave.serving.server import _listen
+from fedweave.serving.server import _listen, uvicorn_config
 from tests.helpers import command
 
 LIMITS = Limits(max_batch=4, max_queue=80, max_new_tokens=48, max_body=20_000)
@@ -44,15 +44,16 @@ def running(
     key: str | None = None,
     upstream: str | None = None,
     told: Experts | None = None,
+    kind: str = "vllm",
 ) -> Iterator[Running]:
     """A server in a thread, on a free port."""
     listener = _listen("127.0.0.1", 0)
     ready: list[tuple[uvicorn.Server, LocalBackend | Gateway]] = []
 
     async def main() -> None:
-        backend = Gateway(model, limits, upstream) if upstream else LocalBackend(model, limits)
-        app = build_app(Api(model.backbone, model.mixture.layout.experts, backend, limits, told), key)
-        server = uvicorn.Server(uvicorn.Config(app, log_level="warning", ws="none", timeout_graceful_shutdown=2))
+        backend = Gateway(model, limits, upstream, kind=kind) if upstream else LocalBackend(model, limits)
+        app = build_app(Api(model.backbone, model.experts.choices, backend, limits, told), key)
+        server = uvicorn.Server(uvicorn_config(app, grace=2))
         ready.append((server, backend))
         await server.serve(sockets=[listener])
 

@@ -1,6 +1,7 @@
 """The gateway before a real upstream: our own server in another process, its experts chosen by name; and before
 upstreams that misbehave."""
 
+import asyncio
 import json
 import socket
 import threading
@@ -10,8 +11,9 @@ import httpx
 import openai
 import pytest
 
+from fedweave.serving.gateway import Gateway
 from tests.helpers import PROMPTS, wait_for
-from tests.serving.conftest import ask, running
+from tests.serving.conftest import LIMITS, ask, running
 
 
 @pytest.fixture(scope="module")
@@ -35,7 +37,7 @@ def test_answers_are_those_of_the_model(gateway, twin):
         assert answer.fedweave["weights"] == pytest.approx(expected.weights, abs=1e-4)
         assert answer.usage.completion_tokens > 0
     forced = gateway.client().chat.completions.create(**{**ask(PROMPTS[0], max_tokens=12), "model": "expert_1"})
-    assert forced.fedweave == {"expert": 1, "weights": None, "routing": "sparse"}
+    assert (forced.fedweave["expert"], forced.fedweave["weights"]) == (1, None)
 
 
 def test_streams_pass_through_piece_by_piece(gateway, twin):
@@ -154,3 +156,57 @@ def test_an_upstream_that_is_away(model):
             gateway.client().chat.completions.create(**ask(PROMPTS[0]))
         assert caught.value.status_code == 502
         assert httpx.get(f"{gateway.url}/health").status_code == 503
+
+
+@pytest.fixture(scope="module")
+def like_sglang(upstream):
+    """A server that takes an adapter from lora_path alone and answers every model's name with the bare backbone; a
+    real one stands behind it."""
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self):
+            self._say(json.dumps({"data": [{"id": "the-backbone"}]}).encode())
+
+        def do_POST(self):
+            body = json.loads(self.rfile.read(int(self.headers["content-length"])))
+            body["model"] = body.pop("lora_path", "base")
+            self._say(httpx.post(f"{upstream}{self.path}", json=body, timeout=300).content)
+
+        def _say(self, content: bytes) -> None:
+            self.send_response(200)
+            self.end_headers()
+            self.wfile.write(content)
+
+        def log_message(self, *_):
+            pass
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    yield f"http://127.0.0.1:{server.server_port}"
+    server.shutdown()
+
+
+def test_sglang_is_told_the_expert_in_its_own_field(model, twin, like_sglang):
+    with running(model, upstream=like_sglang, kind="sglang") as gateway:
+        for prompt in PROMPTS:
+            expected = twin.generate([prompt], max_new_tokens=8)[0]
+            answer = gateway.client().chat.completions.create(**ask(prompt, max_tokens=8))
+            assert answer.choices[0].message.content == expected.text
+        bare = twin.generate(PROMPTS[:1], adapter="base", max_new_tokens=8)[0]
+        answer = gateway.client().chat.completions.create(**{**ask(PROMPTS[0], max_tokens=8), "model": "base"})
+        assert answer.choices[0].message.content == bare.text
+
+
+@pytest.mark.parametrize(("kind", "where", "told"), [
+    ("vllm", "upstream", ""), ("sglang", "like_sglang", ""), ("vllm", "like_sglang", "does not apply")
+])  # fmt: skip
+def test_an_upstream_that_applies_no_expert_is_found_out(twin, request, kind, where, told):
+    async def ask_it() -> str:
+        gateway = Gateway(twin, LIMITS, request.getfixturevalue(where), kind=kind)
+        try:
+            return await gateway.unapplied()
+        finally:
+            await gateway.stop()
+
+    found = asyncio.run(ask_it())
+    assert told in found and bool(found) == bool(told)

@@ -107,9 +107,9 @@ def test_a_forced_expert_and_an_error(browser, server):
     ask(browser, PROMPTS[0])
     assert find(browser, "status").text.startswith("expert 1 ")
     assert "forced" in find(browser, "weights").text
-    find(browser, "prompt").send_keys("word " * 200)
+    find(browser, "prompt").send_keys("word " * 500)
     find(browser, "send").click()
-    wait(browser, lambda: "longer than 128 tokens" in find(browser, "answer").text)
+    wait(browser, lambda: "longer than 464 tokens" in find(browser, "answer").text)
     assert find(browser, "send").is_enabled()
 
 

@@ -1,5 +1,6 @@
 """The server as OpenAI's own client sees it."""
 
+import socket
 import threading
 
 import httpx
@@ -13,14 +14,15 @@ from fedweave.serving.app import Api
 from fedweave.serving.jobs import Limits
 from fedweave.serving.local import LocalBackend
 from fedweave.serving.protocol import ChatRequest
-from tests.helpers import PROMPTS, wait_for
+from fedweave.serving.server import Patience
+from tests.helpers import PATIENCE, PROMPTS, wait_for
 from tests.serving.conftest import LIMITS, ask, running
 
 
 def test_models(server, twin):
     experts = twin.mixture.layout.experts
     names = [m.id for m in server.client().models.list()]
-    assert names == ["fedweave", *(f"expert_{m}" for m in range(experts))]
+    assert names == ["fedweave", *(f"expert_{m}" for m in range(experts)), "base"]
     assert server.client().models.retrieve("expert_0").id == "expert_0"
 
 
@@ -35,6 +37,15 @@ def test_a_chat_answer_is_the_models_own(server, twin):
         assert answer.usage.total_tokens == answer.usage.prompt_tokens + answer.usage.completion_tokens
         assert answer.fedweave["expert"] == expected.expert and answer.fedweave["routing"] == "sparse"
         assert answer.fedweave["weights"] == pytest.approx(expected.weights, abs=1e-4)
+
+
+def test_a_prompt_longer_than_training_is_answered_whole(server, twin):
+    text = "Ben has 3 coins and finds 4 more. " * 30
+    encoded = twin.backbone.prompts.encode_prompts([text], 464)[0]
+    assert len(encoded.ids) > 128 and httpx.get(f"{server.url}/health").json()["max_prompt_tokens"] == 464
+    answer = server.client().chat.completions.create(**ask(text, max_tokens=8))
+    assert answer.usage.prompt_tokens == len(encoded.ids)
+    assert answer.choices[0].message.content == twin.generate([text], max_new_tokens=8)[0].text
 
 
 def test_a_stream_is_the_same_answer_in_pieces(server, twin):
@@ -56,7 +67,8 @@ def test_a_model_name_forces_an_expert(server, twin):
         answer = server.client().chat.completions.create(
             **{**ask(PROMPTS[0], max_tokens=12), "model": f"expert_{m}"}
         )
-        assert answer.fedweave == {"expert": m, "weights": None, "routing": "sparse"}
+        told = {"expert": m, "adapter": f"expert_{m}", "weights": None, "doubt": None, "routing": "sparse"}
+        assert answer.fedweave == told
         texts.add(answer.choices[0].message.content)
     assert len(texts) > 1
 
@@ -115,15 +127,27 @@ def test_stop_strings_sampling_and_seeds(server, twin):
             400,
             "text parts",
         ),
-        (ask("Hi", n=2), 400, "one answer per request"),
+        (ask("Hi", n=0), 400, "n: "),
+        (ask("Hi", n=5), 400, "at most 4 answers"),
         (ask("Hi", temperature=3), 400, "temperature"),
         (ask("Hi", max_tokens=0), 400, "max_tokens"),
         (ask("Hi", max_tokens=49), 400, "at most 48 tokens"),
         (ask("Hi", stop=[""]), 400, "empty text"),
         (ask("Hi", tools=[{"type": "function"}]), 400, "tools: not offered"),
-        (ask("Hi", logprobs=True), 400, "logprobs: not offered"),
+        (ask("Hi", logprobs=True, stream=True), 400, "logprobs: not offered in a stream"),
+        (ask("Hi", top_logprobs=2), 400, "top_logprobs: has no effect"),
+        (ask("Hi", temprature=0.5), 400, "temprature: there is no such field: did you mean 'temperature'"),
+        (ask("Hi", ignore_eos=True), 400, "ignore_eos: not offered"),
+        (ask("Hi", guided_json={"type": "object"}), 400, "guided_json: not offered"),
+        (ask("Hi", chat_template="{{ messages }}"), 400, "chat_template: not offered"),
+        (ask("Hi", continue_final_message=True), 400, "continue_final_message: not offered"),
+        (ask("Hi", truncate_prompt_tokens=5), 400, "truncate_prompt_tokens: not offered"),
+        (ask("Hi", best_of=2), 400, "best_of: not offered"),
+        (ask("Hi", response_format={"type": "json_schema"}), 400, "json_object are offered, not 'json_schema'"),
+        (ask("Hi", min_tokens=20, max_tokens=4), 400, "min_new_tokens must not be more"),
+        (ask("Hi", presence_penalty=3), 400, "presence_penalty"),
         (ask("Hi", routing="best"), 400, "routing"),
-        (ask("word " * 300), 400, "longer than 128 tokens"),
+        (ask("word " * 700), 400, "longer than 464 tokens"),
         (b'{"model": "fedweave", "messages": [{"role": "user", "content": "\\ud800"}]}', 400, "messages"),
         (b"[" * 10_000, 400, "body"),
         ({**ask("Hi"), "model": "gpt-9"}, 404, "'gpt-9' is not served here"),
@@ -161,6 +185,26 @@ def test_a_body_without_length_is_limited_too(server):
         f"{server.url}/v1/chat/completions", content=endless(), headers={"content-type": "application/json"}
     )
     assert response.status_code == 413 and "larger than" in response.json()["error"]["message"]
+
+
+def test_silent_connections_are_closed_and_answers_are_not(model, twin, monkeypatch):
+    """Nothing sent, half of the headers sent, and a request whose answer takes longer than a silence may."""
+    monkeypatch.setattr(Patience, "patience", 0.2)
+    with running(model) as server:
+        address = ("127.0.0.1", int(server.url.rsplit(":", 1)[1]))
+        for sent in (b"", b"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\n"):
+            with socket.create_connection(address, timeout=PATIENCE) as silent:
+                silent.sendall(sent)
+                assert silent.recv(1) == b""
+        real, spent = server.backend.batch.advance, threading.Event()
+
+        def slow(waiting):
+            spent.wait(0.5)
+            return real(waiting)
+
+        server.backend.batch.advance = slow
+        answer = server.client().chat.completions.create(**ask(PROMPTS[0], max_tokens=3))
+        assert answer.choices[0].message.content == twin.generate(PROMPTS[:1], max_new_tokens=3)[0].text
 
 
 @pytest.mark.parametrize("stream", [True, False])
@@ -274,7 +318,7 @@ def test_a_chat_template_decides_what_messages_may_be(chat_tokenizer, model_fold
         (tmp_path / file).write_bytes((model_folder("llama") / file).read_bytes())
     (tmp_path / "chat_template.jinja").write_text(refusing)
     backbone = load_backbone(BackboneConfig(model=str(tmp_path), device="cpu", max_length=64))
-    api = Api(backbone, 1, LocalBackend.__new__(LocalBackend), LIMITS)
+    api = Api(backbone, ["expert_0"], LocalBackend.__new__(LocalBackend), LIMITS)
     turns = [("system", "Be brief."), ("user", "Hi"), ("assistant", "Hello"), ("user", "How many?")]
     body = ChatRequest(model="fedweave", messages=[{"role": r, "content": c} for r, c in turns])
     text = backbone.tokenizer.decode(api.encode(body)[0].ids)

@@ -71,6 +71,22 @@ def locate(model: str, revision: str | None) -> Located:
     return _from_hub(model, revision)
 
 
+def public_name(model: str) -> str:
+    """What others can call a backbone: a hub id as it is, of a path only its last part, which is no secret."""
+    path = Path(model).expanduser()
+    local = path.suffix == ".gguf" or path.is_dir() or model.startswith((".", "/", "~")) or model.count("/") != 1
+    return path.resolve().name if local else model
+
+
+def other_weights(model: str) -> str:
+    """What to do where a model is not the one that was trained on: half a sentence."""
+    packaged = PACKAGED.get(model)
+    kept = _unpacked(packaged) if packaged else None
+    if kept is not None and kept.is_file():
+        return f"if that was the {Path(kept).suffix[1:]} file of a package, name it: --backbone {kept}"
+    return "name the one that was: --backbone FOLDER, FILE.gguf or owner/name"
+
+
 def _from_hub(model: str, revision: str | None) -> Located:
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HfHubHTTPError

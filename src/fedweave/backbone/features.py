@@ -1,4 +1,5 @@
-"""Prompt features f(x): the mean of the frozen backbone's last hidden states over the prompt's words.
+"""Prompt features f(x): the mean of the frozen backbone's last hidden states over the prompt's words
+(of a conversation: over those of its last turn).
 
 One feature serves discovery and the router, and the backbone never changes, so it is computed once per
 prompt and kept on disk under a key of everything that decides its value.
@@ -27,6 +28,7 @@ def compute_features(
     backbone: Backbone, prompts: Sequence[EncodedPrompt], console: Console | None = None
 ) -> torch.Tensor:
     """Features of ``prompts``, float32 on the CPU, [n, d]; adapters must be off."""
+    prompts = [prompt.routed for prompt in prompts]
     features = torch.empty(len(prompts), backbone.width)
     lengths = [len(p.ids) for p in prompts]
     # a narrow model's kernels are over before the next is launched: larger batches, for the same memory
@@ -67,5 +69,5 @@ def cached_features(
 def _key(backbone: Backbone, prompts: Sequence[EncodedPrompt]) -> str:
     digest = hashlib.sha256(json.dumps([backbone.fingerprint, backbone.device.type, str(backbone.dtype)]).encode())
     for prompt in prompts:
-        digest.update(prompt.ids.tobytes() + repr(prompt.pool).encode())
+        digest.update(prompt.routed.ids.tobytes() + repr(prompt.routed.pool).encode())
     return digest.hexdigest()[:40]

@@ -50,12 +50,16 @@ class Backbone:
         self._decode_attention = "eager" if capped else "sdpa"
         self.model.set_attn_implementation(packing.ATTENTION)
         self.decoder = Decoder(self.model) if self.fused and Decoder.fits(self.model) else None
-        self.weights_hash = weights_hash(self.model)
         self._check_logits()
 
     @property
     def dtype(self) -> torch.dtype:
         return self.head.dtype
+
+    @cached_property
+    def weights_hash(self) -> str:
+        """Every bit of the weights, for a run that looks before and after; use alone does not wait for it."""
+        return weights_hash(self.model)
 
     @cached_property
     def identity(self) -> dict[str, str]:
@@ -121,11 +125,20 @@ class Backbone:
         finally:
             self.model.set_attn_implementation(packing.ATTENTION)
 
+    @property
+    def longest(self) -> int | None:
+        """Tokens that the model was made for, where it says so."""
+        return getattr(self.model.config.get_text_config(), "max_position_embeddings", None)
+
+    def longest_prompt(self, max_new_tokens: int) -> int:
+        """Tokens of a prompt that leave room for an answer: as many as in training at least."""
+        return max(self.prompts.max_length, (self.longest or 0) - max_new_tokens)
+
     def check_answer(self, max_new_tokens: int, named: str = "max_new_tokens") -> None:
         """An answer must fit what the model was made for."""
-        longest = getattr(self.model.config.get_text_config(), "max_position_embeddings", None)
-        if longest and max_new_tokens > longest:
-            raise UserError(f"{named}={max_new_tokens} is more than the {longest} tokens that {self.name} takes.")
+        if self.longest and max_new_tokens > self.longest:
+            takes = f"the {self.longest} tokens that {self.name} takes"
+            raise UserError(f"{named}={max_new_tokens} is more than {takes}.")
 
     def linear_layers(self, targets: Sequence[str]) -> dict[str, torch.nn.Linear]:
         """The layers named by ``experts.target_modules``, in model order."""

@@ -1,9 +1,11 @@
 """Examples to tokens: rendering, truncation, and the span of tokens that the prompt feature averages.
 
-``plain`` renders the prompt, a blank line, ``Response:``, a space and the answer; ``chat`` renders the
-tokenizer's template. The feature averages the whole rendered prompt, as in the paper. A template's constant parts
-(system prompt, role marks) are the same for every example and can drown what differs: with
-``backbone.pool=content`` the feature averages the user's words alone.
+``plain`` renders the prompt, a blank line, ``Response:``, a space and the answer, and a conversation as such pairs
+one after another; ``chat`` renders the tokenizer's template. The feature averages the whole rendered prompt, as in
+the paper. A template's constant parts (system prompt, role marks) are the same for every example and can drown what
+differs: with ``backbone.pool=content`` the feature averages the user's words alone. Of a conversation the router
+reads the last user turn as if it were asked alone (``backbone.turns=last``): whatever was spoken of before, the
+expert is the one that this question would get.
 
 Too long? The prompt's words lose tokens from their beginning; the template and the answer stay whole.
 """
@@ -12,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, TypeVar
 
 import numpy as np
@@ -33,6 +35,12 @@ class EncodedPrompt:
     ids: np.ndarray  # [p]
     pool: tuple[int, int]  # span of ids that the feature averages
     truncated: bool
+    asked: EncodedPrompt | None = None  # the last turn, and no longer than in training, where that is less
+
+    @property
+    def routed(self) -> EncodedPrompt:
+        """What the router reads."""
+        return self.asked or self
 
 
 @dataclass(frozen=True)
@@ -53,6 +61,12 @@ class RefusedChat(UserError):
 
 
 RESPONSE = "\n\nResponse:"  # what follows a plain prompt
+SPEAKERS = {
+    "system": "System: ",
+    "user": "",
+    "assistant": "Response: ",
+    "tool": "Tool: ",
+}  # of a plain conversation
 
 
 class PromptFormat:
@@ -67,7 +81,7 @@ class PromptFormat:
             )
         self.tokenizer = tokenizer
         self.kind = config.prompt if config.prompt != "auto" else "chat" if has_template else "plain"
-        self.pool = config.pool
+        self.pool, self.turns = config.pool, config.turns
         self.max_length = config.max_length
         self.end_of_answer = config.end_of_answer
         self.end_id = self._end_token()
@@ -75,7 +89,9 @@ class PromptFormat:
     def settings(self) -> dict[str, str | int | None]:
         """What decides the tokens of a prompt; part of every cache key and fingerprint."""
         template = getattr(self.tokenizer, "chat_template", None) if self.kind == "chat" else None
-        return {"kind": self.kind, "pool": self.pool, "max_length": self.max_length, "template": template}
+        settings = {"kind": self.kind, "pool": self.pool, "max_length": self.max_length, "template": template}
+        # Unsaid where it is "last": models older than this key, trained on single questions, go on fitting.
+        return settings | ({"turns": self.turns} if self.turns != "last" else {})
 
     # ---------------------------------------------------------------------------------- rendering
 
@@ -99,7 +115,7 @@ class PromptFormat:
 
     def _write(self, prompt: Prompt) -> str:
         if self.kind == "plain":
-            return "\n\n".join(m["content"] for m in _turns(prompt)).rstrip() + RESPONSE
+            return write_plain(_turns(prompt))
         try:
             return self.tokenizer.apply_chat_template(_turns(prompt), tokenize=False, add_generation_prompt=True)
         except TemplateError as error:  # some know no system role, or insist on an order of roles
@@ -121,42 +137,55 @@ class PromptFormat:
     def _ids(self, texts: list[str], special: bool) -> list[list[int]]:
         return self.tokenizer(texts, add_special_tokens=special)["input_ids"] if texts else []
 
-    def encode_prompts(self, prompts: Sequence[Prompt]) -> list[EncodedPrompt]:
-        """Tokens of prompts alone, as discovery, the router and generation read them."""
-        return [
-            self._fit(ids, span, self.max_length) for ids, span in self._tokenise(list(map(self.render, prompts)))
-        ]
+    def encode_prompts(self, prompts: Sequence[Prompt], room: int | None = None) -> list[EncodedPrompt]:
+        """Tokens of prompts alone, as discovery, the router and generation read them; at most as many as in
+        training, or ``room``."""
+        return self._whole(prompts, self._tokenise(list(map(self.render, prompts))), room or self.max_length)
 
-    def encode_raw(self, text: str | Sequence[int]) -> EncodedPrompt:
-        """A text, or tokens, exactly as given: no template, nothing cut."""
+    def _whole(
+        self, prompts: Sequence[Prompt], tokenised: Sequence[tuple[list[int], tuple[int, int]]], room: int
+    ) -> list[EncodedPrompt]:
+        """Prompts of at most ``room`` tokens, each with what the router reads of it."""
+        fitted = [self._fit(ids, span, room) for ids, span in tokenised]
+        for i, (ids, span) in enumerate(tokenised):
+            if len(fitted[i].ids) > self.max_length:
+                fitted[i] = replace(fitted[i], asked=self._fit(ids, span, self.max_length))
+        if self.turns == "last":
+            alone = {i: turn for i, prompt in enumerate(prompts) if (turn := last_turn(prompt)) != prompt}
+            tokens = self._tokenise(list(map(self.render, alone.values())))
+            for i, (ids, span) in zip(alone, tokens, strict=True):
+                fitted[i] = replace(fitted[i], asked=self._fit(ids, span, self.max_length))
+        return fitted
+
+    def encode_raw(self, text: str | Sequence[int], room: int | None = None) -> EncodedPrompt:
+        """A text, or tokens, exactly as given: no template, nothing cut, but marked where it has more than ``room``
+        tokens. The router reads as much of its end as it did in training."""
         ids = self._ids([text], special=True)[0] if isinstance(text, str) else list(text)
         if ids and not 0 <= min(ids) <= max(ids) < len(self.tokenizer):
             raise UserError(f"a prompt's token ids must lie between 0 and {len(self.tokenizer) - 1}.")
-        return EncodedPrompt(np.array(ids, dtype=np.int32), (0, len(ids)), len(ids) > self.max_length)
+        whole, end = np.array(ids, dtype=np.int32), min(len(ids), self.max_length)
+        asked = EncodedPrompt(whole[-end:], (0, end), True) if end < len(ids) else None
+        return EncodedPrompt(whole, (0, len(ids)), len(ids) > (room or self.max_length), asked)
 
     def encode(self, examples: Sequence[Example]) -> list[Encoded]:
         """Tokens of prompt and answer, as training and teacher-forced evaluation read them."""
         prompts = self._tokenise([self._row(self.render, e) for e in examples])
         answers = self._answers(examples)
-        out = []
+        joint = []
         for example, (ids, span), answer in zip(examples, prompts, answers, strict=True):
-            room = self.max_length - len(answer)
             try:
-                joint = self._fit(ids, span, room)
+                joint.append(self._fit(ids, span, self.max_length - len(answer)).ids)
             except LongAnswer:
                 raise LongAnswer(
                     f"{example.origin}: the answer has {len(answer)} tokens and leaves no room for its prompt "
                     f"within backbone.max_length={self.max_length}; shorten it, drop such rows with "
                     "data.long_answers=skip, or raise that length for a new run."
                 ) from None
-            out.append(
-                Encoded(
-                    prompt=self._fit(ids, span, self.max_length),
-                    ids=np.concatenate([joint.ids, np.array(answer, dtype=np.int32)]),
-                    answer_start=len(joint.ids),
-                )
-            )
-        return out
+        alone = self._whole([e.prompt for e in examples], prompts, self.max_length)
+        return [
+            Encoded(prompt, np.concatenate([ids, np.array(answer, dtype=np.int32)]), len(ids))
+            for prompt, ids, answer in zip(alone, joint, answers, strict=True)
+        ]
 
     def encode_fitting(
         self, rows: Sequence[Example], long_answers: str, warn: Callable[[str], None]
@@ -231,3 +260,27 @@ class PromptFormat:
 
 def _turns(prompt: Prompt) -> list[Message]:
     return [{"role": "user", "content": prompt}] if isinstance(prompt, str) else list(prompt)
+
+
+def write_plain(turns: Sequence[Message]) -> str:
+    """Turns without a template: what the system says first and what the user says stand as they are, an answer
+    stands behind ``Response:`` as in training, and any other speaker is named."""
+    for m in turns:
+        if m["role"] not in SPEAKERS:
+            raise RefusedChat(f"messages: a role is one of {', '.join(SPEAKERS)}, not {m['role']!r}.")
+    spoken = [
+        ("" if i == 0 and m["role"] == "system" else SPEAKERS[m["role"]]) + m["content"]
+        for i, m in enumerate(turns)
+    ]
+    return "\n\n".join(spoken).rstrip() + RESPONSE
+
+
+def last_turn(prompt: Prompt) -> Prompt:
+    """The last question of a conversation as if asked alone, behind the system prompt where there is one."""
+    if isinstance(prompt, str):
+        return prompt
+    asked = [i for i, m in enumerate(prompt) if m["role"] == "user"]
+    if not asked:
+        return prompt
+    system = [m for m in prompt[: asked[-1]] if m["role"] == "system"][:1]
+    return (*system, prompt[asked[-1]])

@@ -9,6 +9,7 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
+from fedweave.bundle.card import base_model
 from fedweave.errors import UserError
 from fedweave.evaluation.losses import serving_weights
 from fedweave.experts.layout import AdapterLayout
@@ -29,7 +30,7 @@ def write_adapter(folder: Path, tensors: dict[str, torch.Tensor], description: D
     adapter = {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
-        "base_model_name_or_path": description["backbone"]["model"],
+        "base_model_name_or_path": base_model(description),
         "revision": description["backbone"]["revision"],
         "r": rank,
         "lora_alpha": int(alpha) if alpha == int(alpha) else alpha,

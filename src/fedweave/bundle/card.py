@@ -6,6 +6,8 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from fedweave.backbone.catalog import public_name
+from fedweave.backbone.prompts import PromptFormat
 from fedweave.config import Config
 from fedweave.description.record import Experts, title
 from fedweave.description.text import short
@@ -24,16 +26,22 @@ class Origin:
     clients: int
     summary: Summary | None  # None until the run has ended
     validation: ValidationEvent | None  # of that round, where one was measured
+    base: str  # what others call the backbone
 
 
-def model_card(model: FedWeaveModel, origin: Origin, told: Experts | None = None) -> str:
+def base_model(description: Description) -> str:
+    """What others call a bundle's backbone; bundles of earlier versions do not say."""
+    return description.get("base_model") or public_name(str(description["backbone"]["model"]))
+
+
+def model_card(model: FedWeaveModel, origin: Origin, told: Experts | None = None, template: bool = True) -> str:
     config, layout = origin.config, model.mixture.layout
     shared = f", each with the shared adapter of rank {layout.shared} in it," if layout.shared else ""
     lines = [
-        *_head(config.backbone.model, "peft"),
+        *_head(origin.base, "peft"),
         "# A FedWeave model",
         "",
-        f"{layout.experts} LoRA experts of rank {layout.rank}{shared} on {config.backbone.model}, trained by "
+        f"{layout.experts} LoRA experts of rank {layout.rank}{shared} on {origin.base}, trained by "
         f"federated learning (method `{config.method}`, {origin.clients} clients, round {origin.round}), and a "
         "router that picks an expert for every prompt.",
         "",
@@ -41,13 +49,14 @@ def model_card(model: FedWeaveModel, origin: Origin, told: Experts | None = None
         *_data(origin),
         *_results(origin, model.backbone.note),
         *_privacy(config),
-        *_loading(config, model),
+        *how_a_prompt_looks(model.backbone.prompts, template),
+        *_loading(origin.base, model, template),
     ]
     return "\n".join(lines)
 
 
-def soft_card(description: Description, weights: Sequence[float]) -> str:
-    model = str(description["backbone"]["model"])
+def soft_card(description: Description, weights: Sequence[float], prompting: list[str]) -> str:
+    model = base_model(description)
     mixture = ", ".join(f"{w:g} × expert {m}" for m, w in enumerate(weights))
     rank = description["rank"] * description["experts"] + description.get("shared", 0)
     lines = [
@@ -58,26 +67,58 @@ def soft_card(description: Description, weights: Sequence[float]) -> str:
         "It has no router: every prompt gets this mixture.",
         "",
         *_peft(model, "PATH"),
+        *prompting,
     ]
     return "\n".join(lines)
 
 
-def merged_card(description: Description, expert: int, prompt: str) -> str:
-    model = str(description["backbone"]["model"])
-    rendering = (
-        "the tokenizer's chat template"
-        if prompt == "chat"
-        else "plain text: the prompt, a blank line, `Response:`, then the answer"
-    )
+def merged_card(description: Description, expert: int, prompting: list[str]) -> str:
+    model = base_model(description)
     lines = [
         *_head(model, "transformers"),
         f"# Expert {expert} of a FedWeave model",
         "",
         f"{model} with expert {expert} of {description['experts']} added into its weights. It has no router.",
-        f"It was trained on {rendering}.",
         "",
+        *prompting,
     ]
     return "\n".join(lines)
+
+
+def how_a_prompt_looks(prompts: PromptFormat, template: bool) -> list[str]:
+    """In words, as an example, and in code."""
+    said = (
+        "by the tokenizer's chat template" if prompts.kind == "chat" else "as plain text, without a chat template"
+    )
+    lines = [
+        "## How a prompt looks",
+        "",
+        f"Prompts were rendered {said} in training. The experts know this form and no other:",
+        "",
+        "```text",
+        prompts.render("Fix the grammar: Ada go to school.")[0],
+        "```",
+        "",
+    ]
+    if not template:
+        return [*lines, "Render it so yourself: no chat template gives this tokenizer's own tokens.", ""]
+    return [
+        *lines,
+        "The tokenizer beside this card has a chat template that renders it so:",
+        "",
+        "```python",
+        "from transformers import AutoTokenizer",
+        "",
+        'tokenizer = AutoTokenizer.from_pretrained("PATH")',
+        'chat = [{"role": "user", "content": "Fix the grammar: Ada go to school."}]',
+        "inputs = tokenizer.apply_chat_template(",
+        '    chat, add_generation_prompt=True, return_tensors="pt", return_dict=True',
+        ")",
+        f"output = model.generate(**inputs, max_new_tokens=64, eos_token_id={prompts.end_id})",
+        'answer = tokenizer.decode(output[0, inputs["input_ids"].shape[1] :], skip_special_tokens=True).strip()',
+        "```",
+        "",
+    ]
 
 
 def vllm_command(model: str, adapters: Sequence[str], rank: int, path: str = "PATH") -> str:
@@ -135,7 +176,7 @@ def _data(origin: Origin) -> list[str]:
         text += f"; {summary['examples']} training examples in {summary['buckets']} buckets"
     if config.data.source in ("sample", "paper"):
         text += f"; task mixtures drawn from a Dirichlet distribution with α = {config.data.alpha:g}"
-    return ["## Data", "", f"{text}. Prompts are rendered as `{config.backbone.prompt}`.", ""]
+    return ["## Data", "", f"{text}.", ""]
 
 
 def _results(origin: Origin, note: str) -> list[str]:
@@ -186,7 +227,7 @@ def _privacy(config: Config) -> list[str]:
     ]
 
 
-def _loading(config: Config, model: FedWeaveModel) -> list[str]:
+def _loading(base: str, model: FedWeaveModel, template: bool) -> list[str]:
     layout = model.mixture.layout
     return [
         "## Loading it",
@@ -200,11 +241,12 @@ def _loading(config: Config, model: FedWeaveModel) -> list[str]:
         'model.generate(["…"])',
         "```",
         "",
-        *_peft(config.backbone.model, "PATH/expert_0"),
+        *_peft(base, "PATH/expert_0"),
         "All experts in vLLM, chosen by name, or by the router with `fedweave serve PATH --upstream URL` in front:",
         "",
         "```bash",
-        vllm_command(config.backbone.model, model.experts.adapter_names, layout.rank + layout.shared),
+        vllm_command(base, model.experts.adapter_names, layout.rank + layout.shared)
+        + (" --chat-template PATH/chat_template.jinja" if template else ""),
         "```",
         "",
     ]

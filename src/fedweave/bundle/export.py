@@ -2,6 +2,7 @@
 
 DIR/README.md                  model card
     experts.json               what each expert is, where that was asked for
+    tokenizer.json, chat_template.jinja …      the tokenizer, with a template that renders prompts as training did
     fedweave.json              what the router needs to know, and a checksum of every file but the card
     router.safetensors
     expert_0/adapter_config.json, adapter_model.safetensors      loads with plain PEFT and vLLM
@@ -23,7 +24,8 @@ import torch
 from safetensors.torch import save_file
 
 from fedweave.bundle.adapter import check_adapter, compare, probe, write_adapter
-from fedweave.bundle.card import Origin, merged_card, model_card, soft_card
+from fedweave.bundle.card import Origin, how_a_prompt_looks, merged_card, model_card, soft_card
+from fedweave.bundle.tokens import write_tokenizer
 from fedweave.description.record import Experts, write_experts
 from fedweave.errors import UserError
 from fedweave.files import atomic_folder, file_sha256
@@ -52,10 +54,11 @@ def write_bundle(target: Path, model: FedWeaveModel, origin: Origin, told: Exper
         _write_router(partial, model)
         if told is not None:
             write_experts(partial, told)
+        has_template = write_tokenizer(partial, model.backbone.prompts)
         description["files"] = {
             str(p.relative_to(partial)): file_sha256(p) for p in sorted(partial.rglob("*")) if p.is_file()
         }
-        (partial / "README.md").write_text(model_card(model, origin, told), encoding="utf-8")
+        (partial / "README.md").write_text(model_card(model, origin, told, has_template), encoding="utf-8")
         write_json(partial / "fedweave.json", description)
     return description
 
@@ -68,7 +71,9 @@ def write_soft(target: Path, model: FedWeaveModel, description: Description, wei
         partial.rmdir()
         write_adapter(partial, layout.mixed(model.theta.cpu(), gates), description)
         check_adapter(partial, model, gates)
-        (partial / "README.md").write_text(soft_card(description, gates.tolist()), encoding="utf-8")
+        prompting = how_a_prompt_looks(model.backbone.prompts, write_tokenizer(partial, model.backbone.prompts))
+        card = soft_card(description, gates.tolist(), prompting)
+        (partial / "README.md").write_text(card, encoding="utf-8")
 
 
 def write_merged(target: Path, model: FedWeaveModel, description: Description, expert: int) -> None:
@@ -86,11 +91,10 @@ def write_merged(target: Path, model: FedWeaveModel, description: Description, e
                 weight = backbone.model.get_submodule(name).weight  # [out, in]
                 weight.copy_(weight.float() + scale * b @ a)
         compare(f"the dense model of expert {expert}", probe(model), expected, backbone.dtype)
+        backbone.model.generation_config.eos_token_id = backbone.end_ids  # where answers were trained to end
         backbone.model.save_pretrained(partial)
-        backbone.tokenizer.save_pretrained(partial)
-        (partial / "README.md").write_text(
-            merged_card(description, expert, backbone.prompts.kind), encoding="utf-8"
-        )
+        prompting = how_a_prompt_looks(backbone.prompts, write_tokenizer(partial, backbone.prompts))
+        (partial / "README.md").write_text(merged_card(description, expert, prompting), encoding="utf-8")
 
 
 def mixture_weights(weights: Sequence[float], experts: int) -> torch.Tensor:
@@ -112,6 +116,7 @@ def describe(model: FedWeaveModel, origin: Origin) -> Description:
         "round": origin.round,
         "seed": config.seed,
         "backbone": to_tree(config.backbone),
+        "base_model": origin.base,
         "fingerprint": model.backbone.fingerprint,
         "experts": layout.experts,
         "rank": layout.rank,

@@ -41,7 +41,7 @@ def fetch_bundle(repository: str) -> Path:
     with _hub(repository, "download"):
         from huggingface_hub import snapshot_download
 
-        patterns = ["*.json", "*.safetensors", "*.md"]
+        patterns = ["*.json", "*.safetensors", "*.md", "*.jinja", "*.model", "*.txt"]
         return Path(snapshot_download(repository, allow_patterns=patterns, library_name="fedweave"))
 
 

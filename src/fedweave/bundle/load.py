@@ -6,6 +6,7 @@ from pathlib import Path
 
 import torch
 
+from fedweave.backbone.catalog import other_weights
 from fedweave.backbone.load import Backbone, load_backbone
 from fedweave.bundle.adapter import read_adapter, read_tensors
 from fedweave.config import BackboneConfig
@@ -68,7 +69,7 @@ def read_experts(
     if backbone.fingerprint != description["fingerprint"]:
         raise UserError(
             f"the bundle {folder} was trained on another backbone, tokenizer or prompt rendering than "
-            f"{backbone.name}."
+            f"{backbone.name}; {other_weights(backbone.name)}."
         )
     shape = description["rank"], description["experts"], description.get("shared", 0)
     layout, one = AdapterLayout.of(layers, *shape), AdapterLayout.of(layers, shape[0], 1, shape[2])

@@ -6,7 +6,7 @@ import argparse
 import os
 from pathlib import Path
 
-from fedweave.cli.verbs import Verbs, checkpoint, last
+from fedweave.cli.verbs import Verbs, backbone, checkpoint, doubt, last
 from fedweave.console import Console
 from fedweave.description.record import LEVELS
 from fedweave.errors import UserError
@@ -24,6 +24,11 @@ def register(verbs: Verbs) -> None:
         help="instead: one adapter for a fixed mixture, as in 0.5,0.3,0.2",
     )
     telling(export, "the bundle and its card tell")
+    export.add_argument(
+        "--base-model", metavar="NAME", help="what others call the backbone, as owner/name (for the card and PEFT)"
+    )
+    backbone(export)
+    doubt(export)
     last(export)
     checkpoint(export)
     push = verbs.add("push", _push, "Upload a bundle to a repository of the Hugging Face hub.")
@@ -38,12 +43,25 @@ def register(verbs: Verbs) -> None:
     serve.add_argument("--max-batch", type=int, default=32, help="answers under way at a time")
     serve.add_argument("--max-queue", type=int, default=256, help="requests that may wait; more are told to retry")
     serve.add_argument("--max-new-tokens", type=int, default=512, help="longest answer")
+    serve.add_argument(
+        "--max-prompt",
+        type=int,
+        metavar="TOKENS",
+        help="longest prompt (default: the model's own length, up to 8192)",
+    )
     serve.add_argument("--max-body", type=int, default=1 << 20, metavar="BYTES", help="largest request")
     serve.add_argument(
         "--upstream", metavar="URL", help="only route, and let this server answer, which has the experts"
     )
+    serve.add_argument(
+        "--upstream-kind",
+        choices=["vllm", "sglang"],
+        default="vllm",
+        help="how it takes an expert: as the model's name (vLLM, fedweave), or as lora_path (SGLang)",
+    )
     serve.add_argument("--upstream-key", help="its key (default: the environment's FEDWEAVE_UPSTREAM_KEY)")
-    serve.add_argument("--backbone", metavar="MODEL", help="where the backbone lies, if elsewhere than trained")
+    backbone(serve)
+    doubt(serve)
     serve.add_argument("--device", default="auto", help="auto, cpu, cuda or cuda:N")
     telling(serve, "the page of a served run tells (a bundle's: what it was exported with)")
     last(serve)
@@ -71,14 +89,19 @@ def _export(arguments: argparse.Namespace, console: Console) -> None:
     source, target, which = arguments.folder, arguments.target, (arguments.last, arguments.checkpoint)
     if arguments.describe and (arguments.merge is not None or arguments.soft is not None):
         raise UserError("--describe is for bundles: one adapter or one dense model has no experts to describe.")
+    if arguments.doubt is not None and (arguments.merge is not None or arguments.soft is not None):
+        raise UserError("--doubt is for bundles: one adapter or one dense model has no router.")
+    names = {"model": arguments.backbone, "base": arguments.base_model}
     if arguments.merge is not None:
-        export_merged(source, target, arguments.merge, *which)
+        export_merged(source, target, arguments.merge, *which, **names)
         console.say(f"{target}: a dense model with expert {arguments.merge}; its logits are those of the expert.")
     elif arguments.soft is not None:
-        export_soft(source, target, _weights(arguments.soft), *which)
+        export_soft(source, target, _weights(arguments.soft), *which, **names)
         console.say(f"{target}: one adapter for the mixture; PEFT gives the same logits with it.")
     else:
-        written = export_run(source, target, *which, arguments.describe)
+        written = export_run(source, target, *which, arguments.describe, **names, doubt=arguments.doubt)
+        if "/" not in written.get("base_model", ""):
+            console.warn("the card cannot say where others find the backbone; --base-model owner/name would.")
         experts, rounds = written["experts"], written["round"]
         router = ", and their router" if written["router"] else ""
         console.say(f"{target}: {experts} experts of round {rounds}{router}; PEFT gives the same logits with each.")
@@ -99,8 +122,8 @@ def _serve(arguments: argparse.Namespace, console: Console) -> None:
     except ImportError as error:
         raise UserError(f"serving needs {error.name}; install it with `pip install 'fedweave[serve]'`.") from None
 
-    for name in ("max_batch", "max_new_tokens", "max_body"):
-        if getattr(arguments, name) < 1:
+    for name in ("max_batch", "max_new_tokens", "max_body", "max_prompt"):
+        if (value := getattr(arguments, name)) is not None and value < 1:
             raise UserError(f"--{name.replace('_', '-')} must be at least 1.")
     if arguments.max_queue < 0:
         raise UserError("--max-queue must not be negative.")
@@ -111,9 +134,12 @@ def _serve(arguments: argparse.Namespace, console: Console) -> None:
         port=arguments.port,
         key=arguments.api_key or os.environ.get("FEDWEAVE_API_KEY"),
         upstream=arguments.upstream,
+        upstream_kind=arguments.upstream_kind,
         upstream_key=arguments.upstream_key or os.environ.get("FEDWEAVE_UPSTREAM_KEY"),
         told=told_experts(arguments.folder, arguments.describe),
     )
-    limits = Limits(arguments.max_batch, arguments.max_queue, arguments.max_new_tokens, arguments.max_body)
+    names = ("max_batch", "max_queue", "max_new_tokens", "max_body", "max_prompt")
+    limits = Limits(**{name: getattr(arguments, name) for name in names})
     where = {"last": arguments.last, "checkpoint": arguments.checkpoint, "device": arguments.device}
-    serve(lambda: load(arguments.folder, model=arguments.backbone, **where), settings, limits, console)
+    where |= {"model": arguments.backbone, "doubt": arguments.doubt}
+    serve(lambda: load(arguments.folder, **where), settings, limits, console)

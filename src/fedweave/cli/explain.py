@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from fedweave.cli.verbs import Verbs, last, quiet
+from fedweave.cli.verbs import Verbs, backbone, last, quiet
 from fedweave.console import Console
 from fedweave.errors import UserError
 
@@ -26,6 +26,7 @@ def register(verbs: Verbs) -> None:
         help="call expert K so, here and wherever it is shown",
     )
     describe.add_argument("--json", action="store_true", help="print JSON instead of text")
+    backbone(describe)
     last(describe)
     quiet(describe)
     worth = verbs.add("worth", _worth, "Was it worth it? A run against every client alone and one shared adapter.")
@@ -41,7 +42,7 @@ def _describe(arguments: argparse.Namespace, console: Console) -> None:
     from fedweave.runs.describing import describe_folder
 
     names = dict(map(_name, arguments.name))
-    found = describe_folder(arguments.folder, arguments.data, arguments.last, names, console)
+    found = describe_folder(arguments.folder, arguments.data, arguments.last, names, console, arguments.backbone)
     print(json.dumps(found, ensure_ascii=False, indent=1) if arguments.json else experts_text(found))
 
 

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import argparse
 import sys
+import warnings
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from fedweave.cli.rows import output, require_target, write_rows
-from fedweave.cli.verbs import Verbs, checkpoint, last, overrides, quiet
+from fedweave.cli.verbs import Verbs, backbone, checkpoint, doubt, last, overrides, quiet
 from fedweave.console import Console
 from fedweave.errors import UserError
 from fedweave.schema import Prediction
@@ -18,12 +19,16 @@ if TYPE_CHECKING:
     from fedweave.data.files import Row
 
 
+TOLD = ("expert", "adapter", "weights", "doubt", "ended", "truncated")  # of an answer, in a file of answers
+
+
 def register(verbs: Verbs) -> None:
     evaluate = verbs.add("evaluate", _evaluate, "Test a model, on its own test set or on a file of rows.")
     evaluate.add_argument("folder", type=Path, help="a run folder, or a bundle with --data")
     overrides(evaluate)
     evaluate.add_argument("--data", type=Path, help="a file of prompt/response or messages rows")
     output(evaluate, "every row with its answer, score, loss and router weights")
+    backbone(evaluate)
     last(evaluate)
     checkpoint(evaluate)
     quiet(evaluate)
@@ -41,6 +46,9 @@ def register(verbs: Verbs) -> None:
     generate.add_argument("--top-p", type=float, help="with --temperature: nucleus sampling")
     generate.add_argument("--seed", type=int, help="with --temperature: repeat the same draw")
     generate.add_argument("--stop", action="append", metavar="TEXT", help="end an answer before this text")
+    generate.add_argument("--adapter", metavar="NAME", help="expert_0, …, shared or base answers, not the router's")
+    backbone(generate)
+    doubt(generate)
     last(generate)
     checkpoint(generate)
 
@@ -51,7 +59,7 @@ def _evaluate(arguments: argparse.Namespace, console: Console) -> None:
     require_target(arguments.output)
     rows: list[Prediction] = []
     where = arguments.folder, arguments.overrides, arguments.data, arguments.last
-    print(evaluate(*where, console, arguments.checkpoint, rows))
+    print(evaluate(*where, console, arguments.checkpoint, rows, arguments.backbone))
     if arguments.output:
         write_rows(arguments.output, rows)
         console.say(f"{arguments.output}: {len(rows)} rows.")
@@ -75,15 +83,19 @@ def _generate(arguments: argparse.Namespace, console: Console) -> None:
     Sampling.of(options)  # complain before the model loads
     require_target(arguments.output)
     rows = _asked(arguments)
-    model = load(arguments.folder, last=arguments.last, checkpoint=arguments.checkpoint)
+    which = {"last": arguments.last, "checkpoint": arguments.checkpoint}
+    model = load(arguments.folder, model=arguments.backbone, doubt=arguments.doubt, **which)
     prompts = [prompt for _, prompt in rows]
     bar = console.progress("answers", len(rows), "prompts") if arguments.data else None
-    answers = model.generate(prompts, arguments.routing, bar, **options)
+    with warnings.catch_warnings(record=True) as remarks:
+        answers = model.generate(prompts, arguments.routing, bar, arguments.adapter, **options)
     if bar:
         bar.close()
+    for remark in remarks:
+        console.warn(str(remark.message))
     if arguments.output:
         said = [
-            {**row, "answer": a.text, "expert": a.expert, "weights": a.weights, "ended": a.ended}
+            {**row, "answer": a.text, **{name: getattr(a, name) for name in TOLD}}
             for (row, _), a in zip(rows, answers, strict=True)
         ]
         write_rows(arguments.output, said)
@@ -92,7 +104,8 @@ def _generate(arguments: argparse.Namespace, console: Console) -> None:
     for prompt, answer in zip(prompts, answers, strict=True):
         asked = prompt if isinstance(prompt, str) else prompt[-1]["content"]
         bars = "  ".join(f"{m}:{w:.2f}" for m, w in enumerate(answer.weights))
-        console.say(f"[{asked}]  expert {answer.expert}  ({bars})")
+        strange = f"  doubt {answer.doubt:.2f}" if answer.doubt is not None else ""
+        console.say(f"[{asked}]  {answer.adapter.replace('_', ' ')}  ({bars}){strange}")
         print(answer.text)
 
 

@@ -53,5 +53,18 @@ def checkpoint(parser: argparse._ActionsContainer) -> None:
     )
 
 
+def backbone(parser: argparse._ActionsContainer) -> None:
+    parser.add_argument("--backbone", metavar="MODEL", help="where the backbone lies, if elsewhere than trained")
+
+
+def doubt(parser: argparse._ActionsContainer) -> None:
+    parser.add_argument(
+        "--doubt",
+        type=float,
+        metavar="TIMES",
+        help="experts answer prompts up to so many times as strange as router.familiar allows (default 1)",
+    )
+
+
 def last(parser: argparse._ActionsContainer) -> None:
     parser.add_argument("--last", action="store_true", help="the last round instead of the best")

@@ -115,8 +115,9 @@ class AdapterLayout:
     # ---------------------------------------------------------------------------------- gates
 
     def all_gates(self, gates: torch.Tensor) -> torch.Tensor:
-        """[..., M] to [..., M + R/r]: a gate for every r rows, the shared part's after the experts'."""
-        if not self.shared:
+        """[..., M] to [..., M + R/r]: a gate for every r rows, the shared part's after the experts'. Gates that say
+        so much themselves stay as they are: zeros everywhere are the bare backbone."""
+        if gates.shape[-1] == self.experts + self.shared // self.rank:
             return gates
         fixed = gates.new_full((*gates.shape[:-1], self.shared // self.rank), self.rank / self.shared)
         return torch.cat([gates, fixed], -1)

@@ -49,7 +49,7 @@ class Mixture:
         dropout: DropoutKeys | None = None,
     ) -> Iterator[None]:
         """Run the model with these experts; ``gates=None`` means one expert with weight 1. What they share is in
-        force whatever the gates."""
+        force unless the gates speak of it (AdapterLayout.all_gates)."""
         if self.state is not None:
             raise RuntimeError("the mixture is already in use")
         if gates is None and self.layout.shared:

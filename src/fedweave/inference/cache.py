@@ -11,6 +11,9 @@ and one more token for each of the first rows.
 from __future__ import annotations
 
 import math
+import mmap
+from collections.abc import Sequence
+from contextlib import suppress
 
 import numpy as np
 import torch
@@ -62,6 +65,18 @@ class RowCache:
         values[row, :, self._positions] = value[:, :, 0]
         return keys[:count, :, : self._columns], values[:count, :, : self._columns]
 
+    def grow(self, length: int, used: Sequence[int]) -> None:
+        """Rows of a greater length; ``used`` are the columns in use of the first rows."""
+        self.length = length
+        for layer, pair in self.layers.items():
+            grown = []
+            for old in pair:
+                new = _zeros(old, (self.rows, old.shape[1], length, old.shape[3]))
+                for row, count in enumerate(used):
+                    new[row, :, :count] = old[row, :, :count]
+                grown.append(new)
+            self.layers[layer] = (grown[0], grown[1])
+
     def move(self, source: int, target: int, length: int) -> None:
         """Row ``source``, of which ``length`` columns are in use, takes the place of row ``target``."""
         for keys, values in self.layers.values():
@@ -74,7 +89,14 @@ class RowCache:
 
 def _zeros(like: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
     """Zeros, for a masked weight of 0 times garbage may be NaN. On a CPU the system hands the pages out as they are
-    first written, so that a cache for long answers costs little while answers are short."""
+    first written, so that a cache for long answers costs little while answers are short; and no huge pages, of
+    which every row and head would touch one."""
     if like.device.type != "cpu":
         return like.new_zeros(shape)
-    return torch.from_numpy(np.zeros(math.prod(shape) * like.element_size(), np.uint8)).view(like.dtype).view(shape)
+    size = math.prod(shape) * like.element_size()
+    if not hasattr(mmap, "MADV_NOHUGEPAGE"):
+        return torch.from_numpy(np.zeros(size, np.uint8)).view(like.dtype).view(shape)
+    pages = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    with suppress(OSError):  # a kernel without huge pages
+        pages.madvise(mmap.MADV_NOHUGEPAGE)
+    return torch.frombuffer(pages, dtype=like.dtype).view(shape)

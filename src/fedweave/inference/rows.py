@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
 
 import torch
 
@@ -19,9 +20,31 @@ from fedweave.backbone.prompts import EncodedPrompt
 from fedweave.evaluation.losses import serving_weights
 from fedweave.experts.mixture import Mixture
 from fedweave.inference.cache import RowCache
+from fedweave.inference.json_text import JsonTokens
 from fedweave.inference.record import RecordedStep
 from fedweave.inference.sampling import Sampling, TokenChooser
 from fedweave.inference.text import AnswerText
+
+
+@dataclass(frozen=True)
+class TokenScore:
+    """A token and how likely the model found it, before any option shaped the choice."""
+
+    token: int
+    logprob: float | None  # None: the first of a prompt
+    top: dict[int, float]  # the likeliest tokens
+
+
+def score_tokens(tokens: list[int], logits: torch.Tensor, top: int) -> list[TokenScore]:
+    """Tokens [n] by the logits [n, V] that they were predicted with."""
+    logprobs = logits.float().log_softmax(-1)
+    best = logprobs.topk(top, -1)
+    chosen = logprobs[torch.arange(len(tokens)), tokens].tolist()
+    likeliest = zip(best.indices.tolist(), best.values.tolist(), strict=True)
+    return [
+        TokenScore(token, logprob, dict(zip(ids, values, strict=True)))
+        for token, logprob, (ids, values) in zip(tokens, chosen, likeliest, strict=True)
+    ]
 
 
 class Row:
@@ -31,7 +54,7 @@ class Row:
         self,
         backbone: Backbone,
         prompt: EncodedPrompt,
-        gates: torch.Tensor,  # [M]
+        gates: torch.Tensor,  # [M], or [M + R/r] where they speak of what experts share
         sampling: Sampling,
         number: int = 0,
         trim: bool = True,
@@ -40,9 +63,11 @@ class Row:
         self.new: list[int] = []  # tokens of the answer so far
         self.ended = ""  # why: stop, length, or dropped by its owner
         self.text = AnswerText(backbone.tokenizer, sampling.stop_strings, trim)
-        self.ends = backbone.end_ids
+        self.scores: list[TokenScore] = []  # of the prompt's tokens with echo, then of the answer's, if asked for
+        self.ends = [*backbone.end_ids, *sampling.stop_token_ids]
         ids = torch.from_numpy(prompt.ids).long().to(backbone.device)
-        self.chooser = TokenChooser(sampling, ids, self.ends, number)
+        grammar = JsonTokens(backbone.tokenizer, self.ends) if sampling.json_object else None
+        self.chooser = TokenChooser(sampling, ids, self.ends, number, grammar)
 
     @property
     def length(self) -> int:
@@ -54,12 +79,14 @@ class Row:
         """Columns that it may need in all."""
         return len(self.prompt.ids) + self.sampling.max_new_tokens
 
-    def take(self, token: int) -> str:
-        """Note a token; returns the text that it makes certain."""
+    def take(self, token: int, logits: torch.Tensor) -> str:
+        """Note a token, chosen by ``logits`` [V]; returns the text that it makes certain."""
         if token in self.ends:
             self.ended = "stop"
             return self.text.close()
         self.new.append(token)
+        if self.sampling.logprobs is not None:
+            self.scores += score_tokens([token], logits[None], self.sampling.logprobs)
         piece = self.text.add(token)
         if self.text.stopped:
             self.ended = "stop"
@@ -70,7 +97,8 @@ class Row:
 
 
 class RunningBatch:
-    """Up to ``rows`` answers at a time, each of at most ``length`` tokens with its prompt."""
+    """Up to ``rows`` answers at a time, each of about ``length`` tokens with its prompt: room for more is made when
+    a longer one joins, and given back once nobody is there."""
 
     def __init__(
         self, backbone: Backbone, mixture: Mixture | None, theta: torch.Tensor | None, rows: int, length: int
@@ -80,7 +108,7 @@ class RunningBatch:
             serving_weights(mixture.layout, theta, backbone.dtype) if mixture and theta is not None else []
         )
         self.rows: list[Row] = []
-        self.cache = RowCache(rows, length)
+        self.length, self.cache = length, RowCache(rows, length)
         self._recorded: dict[int, RecordedStep] | None = {} if backbone.device.type == "cuda" else None
         self.prefill = 16_384 if backbone.device.type == "cuda" else 1_024  # prompt tokens read between two steps
 
@@ -89,6 +117,7 @@ class RunningBatch:
         """Let rows leave and join, then one token for everyone; yields (row, new text) for each that got one."""
         self._leave()
         joining = self._choose(waiting)
+        self._make_room(joining)
         if joining:
             yield from self._take(joining, self._read(joining))
         if self.rows:
@@ -114,6 +143,17 @@ class RunningBatch:
             joining.append(waiting.popleft())
         return joining
 
+    def _make_room(self, joining: list[Row]) -> None:
+        needed = max((row.room for row in joining), default=0)
+        if needed > self.cache.length:
+            self.cache.grow(needed, [row.length for row in self.rows])
+        elif not self.rows and needed <= self.length < self.cache.length:
+            self.cache = RowCache(self.capacity, self.length)
+        else:
+            return
+        if self._recorded is not None:  # recordings know the old memory
+            self._recorded = {}
+
     def _read(self, joining: list[Row]) -> torch.Tensor:
         """Read prompts into free rows; logits of their first tokens, [joining, V]."""
         device, first = self.backbone.device, len(self.rows)
@@ -124,6 +164,14 @@ class RunningBatch:
         gates = self._gates(joining).to(device).index_select(0, packed.sequence)[None]  # [1, T, M]
         with self._experts(gates):
             hidden = self.backbone.hidden(packed, cache)
+        for row, start in zip(joining, packed.starts.tolist(), strict=True):
+            if row.sampling.echo:
+                ids = row.prompt.ids.tolist()
+                logits = self.backbone.logits(hidden[start : start + len(ids) - 1])  # [p - 1, V]
+                row.scores = [
+                    TokenScore(ids[0], None, {}),
+                    *score_tokens(ids[1:], logits, row.sampling.logprobs or 0),
+                ]
         return self.backbone.logits(hidden.index_select(0, packed.boundaries[1:].long() - 1))
 
     def _step(self) -> torch.Tensor:
@@ -151,8 +199,9 @@ class RunningBatch:
         return self.backbone.logits(hidden)
 
     def _gates(self, rows: list[Row]) -> torch.Tensor:
-        """[rows, M] on the host."""
-        return torch.stack([row.gates for row in rows])
+        """[rows, M + R/r] on the host."""
+        every = self.mixture.layout.all_gates if self.mixture else lambda gates: gates
+        return torch.stack([every(row.gates) for row in rows])
 
     def _experts(self, gates: torch.Tensor) -> AbstractContextManager[None]:
         """A pass with every row's own gates, broadcastable to its tokens; without a mixture the bare backbone."""
@@ -163,4 +212,5 @@ class RunningBatch:
         best = logits.argmax(-1).tolist()
         for row, token, scores in zip(list(rows), best, logits, strict=True):
             if not row.ended:
-                yield row, row.take(token if row.chooser.plain else row.chooser.choose(scores, row.new))
+                token = token if row.chooser.plain else row.chooser.choose(scores, row.new)
+                yield row, row.take(token, scores)

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from fedweave.errors import UserError
+from fedweave.inference.json_text import JsonTokens
 from fedweave.settings import build, setting
 from fedweave.streams import stream_key
 
@@ -36,8 +37,18 @@ class Sampling:
     repetition_penalty: float = setting(
         1.0, "Above 1: tokens already seen become unlikelier.", low=1e-3, high=100.0
     )
+    frequency_penalty: float = setting(
+        0.0, "Taken off a token's logit for every time that the answer has it.", low=-2.0, high=2.0
+    )
+    presence_penalty: float = setting(0.0, "Taken off once the answer has the token.", low=-2.0, high=2.0)
     no_repeat_ngram_size: int = setting(0, "No n-gram of that length occurs twice; 0 allows all.", low=0)
     stop_strings: tuple[str, ...] = setting((), "The answer ends before the first of these.")
+    stop_token_ids: tuple[int, ...] = setting((), "Tokens that end the answer, besides the model's own.")
+    json_object: bool = setting(False, "The answer is a JSON object: only tokens that can go on to one are taken.")
+    logprobs: int | None = setting(
+        None, "Keep log-probabilities of the answer, and of so many likeliest tokens.", low=0
+    )
+    echo: bool = setting(False, "With logprobs: of the prompt's tokens as well.")
     seed: int | None = setting(None, "The same seed draws the same answer, whatever else is in the batch.")
 
     @classmethod
@@ -48,6 +59,10 @@ class Sampling:
         idle = [name for name in given if name in _ONLY_SAMPLED]
         if idle and not sampling.do_sample:
             raise UserError(f"{idle[0]} has no effect on greedy decoding; add do_sample=True.")
+        if sampling.min_new_tokens > sampling.max_new_tokens:
+            raise UserError("min_new_tokens must not be more than max_new_tokens.")
+        if sampling.echo and sampling.logprobs is None:
+            raise UserError("echo has no effect without logprobs.")
         if not all(sampling.stop_strings):
             raise UserError("stop_strings must not hold an empty text.")
         return sampling
@@ -56,11 +71,19 @@ class Sampling:
 class TokenChooser:
     """Chooses the tokens of one row."""
 
-    def __init__(self, sampling: Sampling, prompt: torch.Tensor, ends: list[int], number: int = 0):
-        """``prompt`` [p] on the model's device; ``number`` tells prompts apart that share a seed."""
-        self.sampling = sampling
+    def __init__(
+        self,
+        sampling: Sampling,
+        prompt: torch.Tensor,
+        ends: list[int],
+        number: int = 0,
+        grammar: JsonTokens | None = None,
+    ):
+        """``prompt`` [p] on the model's device; ``number`` tells prompts apart that share a seed; ``grammar`` says
+        which tokens may follow."""
+        self.sampling, self.grammar = sampling, grammar
         self.processors = _processors(sampling, len(prompt), ends, prompt.device)
-        self.plain = not self.processors and not sampling.do_sample
+        self.plain = not self.processors and not sampling.do_sample and grammar is None
         self._seen = prompt
         self._generator: torch.Generator | None = None
         if sampling.do_sample:
@@ -74,9 +97,28 @@ class TokenChooser:
         """The token that follows the prompt and ``new``; logits [V]."""
         answered = torch.tensor(new, dtype=torch.long, device=logits.device)
         scores = self.processors(torch.cat([self._seen, answered])[None], logits.float()[None])  # [1, V]
+        token = self._draw(scores)
+        while self.grammar is not None and not self.grammar.take(token):
+            scores[0, token] = -torch.inf
+            token = self._draw(scores)
+        return token
+
+    def _draw(self, scores: torch.Tensor) -> int:
         if self._generator is None:
             return int(scores.argmax())
         return int(torch.multinomial(scores.softmax(-1)[0], 1, generator=self._generator))
+
+
+class _Penalties:
+    """OpenAI's penalties: by how often, and whether at all, the answer so far has a token."""
+
+    def __init__(self, sampling: Sampling, prompt: int):
+        self.sampling, self.prompt = sampling, prompt
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        """ids [1, p + new], scores [1, V]."""
+        counts = torch.bincount(input_ids[0, self.prompt :], minlength=scores.shape[1]).to(scores)  # [V]
+        return scores - self.sampling.frequency_penalty * counts - self.sampling.presence_penalty * (counts > 0)
 
 
 def _processors(sampling: Sampling, prompt: int, ends: list[int], device: torch.device) -> LogitsProcessorList:
@@ -96,8 +138,11 @@ def _processors(sampling: Sampling, prompt: int, ends: list[int], device: torch.
         "typical_p": lp.TypicalLogitsWarper,
     }
     makers = {**shaping, **warping} if sampling.do_sample else shaping
-    return lp.LogitsProcessorList(
+    chosen = lp.LogitsProcessorList(
         make(getattr(sampling, name))
         for name, make in makers.items()
         if getattr(sampling, name) != getattr(Sampling, name)
     )
+    if sampling.frequency_penalty or sampling.presence_penalty:
+        chosen.insert(0, _Penalties(sampling, prompt))
+    return chosen

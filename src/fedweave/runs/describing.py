@@ -41,7 +41,12 @@ def describe_at_the_end(
 
 
 def describe_folder(
-    folder: Path, data: Path | None, last: bool, names: dict[int, str], console: Console
+    folder: Path,
+    data: Path | None,
+    last: bool,
+    names: dict[int, str],
+    console: Console,
+    backbone: str | None = None,
 ) -> Experts:
     """What is known of a run's or a bundle's experts, or what ``data``, else a run's own data, shows of them; a run
     keeps it, with the names that a person gives. A bundle stays as it was exported."""
@@ -49,7 +54,7 @@ def describe_folder(
     if closed and names:
         raise UserError(f"{folder} is a bundle, which stays as it was exported; name the experts of its run.")
     known = read_experts(folder) if data is None and not last else None
-    found = known or _describe(folder, data, last, console)
+    found = known or _describe(folder, data, last, console, backbone)
     if closed:
         return found
     found = rename(_with_old_names(folder, found), names)
@@ -59,7 +64,7 @@ def describe_folder(
     return found
 
 
-def _describe(folder: Path, data: Path | None, last: bool, console: Console) -> Experts:
+def _describe(folder: Path, data: Path | None, last: bool, console: Console, backbone: str | None) -> Experts:
     if is_bundle(folder):
         if data is None:
             raise UserError(
@@ -76,7 +81,7 @@ def _describe(folder: Path, data: Path | None, last: bool, console: Console) -> 
                 f"the data of {folder} is at its sites; --data FILE describes its experts by rows that you have."
             )
     rows, held, source = _given(config, data) if data else _own(config)
-    model = load(folder, last=last)
+    model = load(folder, last=last, model=backbone)
     features = _features(model, rows, console)
     shown = _asked(held, _features(model, held, console)) if held else _asked(rows, features)
     return describe(model, _asked(rows, features), shown, source, round)

@@ -132,6 +132,7 @@ class LocalRun:
     def __init__(self, workspace: Workspace):
         self.workspace, self.config, self.engine = workspace, workspace.config, workspace.engine
         self.backbone = workspace.backbone
+        self._untouched = self.backbone.weights_hash
 
     def validate(self, state: ServerState, completed: int) -> ValidationFigures:
         """The plain mean over examples: choosing a round uses no label. Labels only sort the log."""
@@ -158,7 +159,7 @@ class LocalRun:
 
     def close(self) -> None:
         self.engine.detach()
-        if weights_hash(self.backbone.model) != self.backbone.weights_hash:
+        if weights_hash(self.backbone.model) != self._untouched:
             raise RuntimeError("the backbone changed during the run, which must never happen")
 
 

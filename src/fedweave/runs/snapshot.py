@@ -12,6 +12,7 @@ from typing import TypedDict
 import torch
 from typing_extensions import NotRequired
 
+from fedweave.backbone.catalog import other_weights
 from fedweave.backbone.load import Backbone
 from fedweave.config import Config
 from fedweave.errors import UserError
@@ -85,7 +86,7 @@ class Snapshot:
         if self.meta["backbone"] != backbone.fingerprint:
             raise UserError(
                 f"checkpoint {self.path} was trained on another backbone, tokenizer or prompt rendering than "
-                f"{backbone.name} as loaded now; use the one of the run."
+                f"{backbone.name} as loaded now; {other_weights(backbone.name)} (run and resume: backbone.model=…)."
             )
 
     def state(self, layers: Mapping[str, Shaped], device: torch.device, prefix: str = "") -> ServerState:

@@ -9,9 +9,10 @@ from pathlib import Path
 
 import torch
 
+from fedweave.backbone.catalog import public_name
 from fedweave.backbone.features import compute_features
 from fedweave.backbone.load import load_backbone
-from fedweave.bundle.card import Origin
+from fedweave.bundle.card import Origin, base_model
 from fedweave.bundle.export import describe, require_new, write_bundle, write_merged, write_soft
 from fedweave.bundle.hub import fetch_bundle, hub_repository
 from fedweave.bundle.load import is_bundle, load_bundle, verify_bundle
@@ -45,16 +46,30 @@ def load(
     model: str | None = None,
     device: str = "auto",
     checkpoint: int | None = None,
+    doubt: float | None = None,
 ) -> FedWeaveModel:
     """The model of a bundle, in a folder or at ``hf://owner/name``, or of a run's best round (with ``last`` its
     last). ``model`` names the backbone when it lies elsewhere than where it was trained, ``checkpoint`` a round
-    after which the run is taken as it stood then."""
+    after which the run is taken as it stood then; ``doubt`` lets experts answer prompts up to so many times as
+    strange as training found the limit to be."""
+    loaded = _load(folder, last, model, device, checkpoint)
+    if doubt is not None:
+        loaded.experts.allow(doubt)
+    return loaded
+
+
+def _load(folder: str | Path, last: bool, model: str | None, device: str, checkpoint: int | None) -> FedWeaveModel:
     repository = hub_repository(folder)
     folder = Path(folder) if repository is None else fetch_bundle(repository)
     if is_bundle(folder):
         return load_bundle(folder, model, device)
-    _, config = RunFolder.open(folder, [] if model is None else [f"backbone.model={json.dumps(model)}"])
+    _, config = RunFolder.open(folder, _elsewhere(model))
     return _run_models(folder, config, last, checkpoint, device)[0][0]
+
+
+def _elsewhere(model: str | None) -> list[str]:
+    """The override that says where the backbone lies."""
+    return [] if model is None else [f"backbone.model={json.dumps(model)}"]
 
 
 def row_fields(folder: Path) -> Fields:
@@ -86,17 +101,28 @@ def _run_models(
 
 
 def export_run(
-    folder: Path, target: Path, last: bool = False, checkpoint: int | None = None, tell: str | None = None
+    folder: Path,
+    target: Path,
+    last: bool = False,
+    checkpoint: int | None = None,
+    tell: str | None = None,
+    *,
+    model: str | None = None,
+    doubt: float | None = None,
+    base: str | None = None,
 ) -> Description:
     """Write a run's best (or last) model as a bundle; returns what fedweave.json holds. ``tell`` is how much of the
-    data's own words goes with it: none, words or examples."""
+    data's own words goes with it: none, words or examples; ``model`` and ``doubt`` are those of :func:`load`, and
+    ``base`` is what others call the backbone."""
     require_new(target)
     told = told_experts(folder, tell)
-    model, origin = _the_model(folder, last, checkpoint)
+    written, origin = _the_model(folder, last, checkpoint, model, base)
+    if doubt is not None:
+        written.experts.allow(doubt)
     if told is not None and told["round"] != origin.round:
         again = f"fedweave describe {folder}{' --last' if last else ''}"
         raise UserError(f"what {folder} tells of its experts is of round {told['round']}; `{again}` first.")
-    return write_bundle(target, model, origin, told)
+    return write_bundle(target, written, origin, told)
 
 
 def told_experts(folder: str | Path, tell: str | None) -> Experts | None:
@@ -114,24 +140,40 @@ def told_experts(folder: str | Path, tell: str | None) -> Experts | None:
 
 
 def export_soft(
-    source: Path, target: Path, weights: Sequence[float], last: bool = False, checkpoint: int | None = None
+    source: Path,
+    target: Path,
+    weights: Sequence[float],
+    last: bool = False,
+    checkpoint: int | None = None,
+    *,
+    model: str | None = None,
+    base: str | None = None,
 ) -> None:
     """Write one adapter for a fixed mixture of the experts of a run or a bundle."""
     require_new(target)
-    write_soft(target, *_described(source, last, checkpoint), weights)
+    write_soft(target, *_described(source, last, checkpoint, model, base), weights)
 
 
 def export_merged(
-    source: Path, target: Path, expert: int, last: bool = False, checkpoint: int | None = None
+    source: Path,
+    target: Path,
+    expert: int,
+    last: bool = False,
+    checkpoint: int | None = None,
+    *,
+    model: str | None = None,
+    base: str | None = None,
 ) -> None:
     """Write a dense model with one expert of a run or a bundle in its weights."""
     require_new(target)
-    write_merged(target, *_described(source, last, checkpoint), expert)
+    write_merged(target, *_described(source, last, checkpoint, model, base), expert)
 
 
-def _the_model(folder: Path, last: bool, checkpoint: int | None) -> tuple[FedWeaveModel, Origin]:
+def _the_model(
+    folder: Path, last: bool, checkpoint: int | None, model: str | None, base: str | None
+) -> tuple[FedWeaveModel, Origin]:
     """The one model of a run; a method that serves every client its own has none to hand on."""
-    _, config = RunFolder.open(folder)
+    _, config = RunFolder.open(folder, _elsewhere(model))
     models, snapshot = _run_models(folder, config, last, checkpoint)
     if len(models) != 1:
         raise UserError(f"{config.method} trains a model for every client and has none to export.")
@@ -140,15 +182,19 @@ def _the_model(folder: Path, last: bool, checkpoint: int | None) -> tuple[FedWea
             raise UserError(f"the run's {name} hold NaN or infinity and cannot be exported.")
     run, completed = read_run(folder), snapshot.meta["completed" if last else "best_round"]
     measured = next((event for event in run.validations if event["round"] == completed), None)
-    return models[0], Origin(config, completed, len(snapshot.meta["clients"]), run.summary, measured)
+    base = base or public_name(config.backbone.model)
+    return models[0], Origin(config, completed, len(snapshot.meta["clients"]), run.summary, measured, base)
 
 
-def _described(source: Path, last: bool, checkpoint: int | None) -> tuple[FedWeaveModel, Description]:
+def _described(
+    source: Path, last: bool, checkpoint: int | None, model: str | None, base: str | None
+) -> tuple[FedWeaveModel, Description]:
     """(model, description) of a run or a bundle."""
     if is_bundle(source):
-        return load_bundle(source), verify_bundle(source)
-    model, origin = _the_model(source, last, checkpoint)
-    return model, describe(model, origin)
+        description = verify_bundle(source)
+        return load_bundle(source, model), {**description, "base_model": base or base_model(description)}
+    loaded, origin = _the_model(source, last, checkpoint, model, base)
+    return loaded, describe(loaded, origin)
 
 
 # -------------------------------------------------------------------------------------- testing
@@ -162,12 +208,14 @@ def evaluate(
     console: Console,
     checkpoint: int | None = None,
     predictions: list[Prediction] | None = None,
+    model: str | None = None,
 ) -> str:
     """Losses and scores of a run or a bundle as a table, on the run's test set or on a file; ``predictions`` gets a
-    record of every row."""
+    record of every row, ``model`` says where the backbone lies."""
     if is_bundle(folder):
-        config, examples, tasks, models = _bundle(folder, overrides, data, console)
+        config, examples, tasks, models = _bundle(folder, overrides, data, console, model)
     else:
+        overrides = [*overrides, *_elsewhere(model)]
         run, config = RunFolder.open(folder, overrides, (*FREE_KEYS, *TESTED_ROWS))
         examples, tasks = _examples(config, data, console, run)
         trained = replace(config, data=RunFolder.open(folder)[1].data)
@@ -180,7 +228,7 @@ def evaluate(
 
 
 def _bundle(
-    folder: Path, overrides: list[str], data: Path | None, console: Console
+    folder: Path, overrides: list[str], data: Path | None, console: Console, model: str | None
 ) -> tuple[Config, list[Example], dict[str, Task], list[FedWeaveModel]]:
     """What `evaluate` needs of a bundle, which brings a model but no data."""
     if data is None:
@@ -193,7 +241,7 @@ def _bundle(
         insert(tree, key, value)
     config = from_tree(tree)
     examples, tasks = _examples(config, data, console)
-    return config, examples, tasks, [load_bundle(folder)]
+    return config, examples, tasks, [load_bundle(folder, model)]
 
 
 def _examples(

@@ -2,17 +2,18 @@
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Awaitable
+from collections.abc import AsyncIterator, Awaitable, Callable
+from dataclasses import asdict
 from typing import TypeVar
 
 from fastapi import Request
 from fastapi.responses import StreamingResponse
 from starlette.types import Receive, Scope, Send
 
-from fedweave.router.routed import adapter_name
 from fedweave.serving.guard import Metrics
 from fedweave.serving.jobs import Answering, Ended, Event, Piece, Routed
 from fedweave.serving.protocol import ApiError, Json, Reply, event, usage
+from fedweave.serving.scores import logprobs
 
 T = TypeVar("T")
 
@@ -20,11 +21,21 @@ T = TypeVar("T")
 class Answers:
     """The answers to one request, one or several prompts, whole or in pieces."""
 
-    def __init__(self, metrics: Metrics, reply: Reply, answerings: list[Answering], routing: str, started: float):
+    def __init__(
+        self,
+        metrics: Metrics,
+        reply: Reply,
+        answerings: list[Answering],
+        routing: str,
+        started: float,
+        decode: Callable[[list[int]], str],
+        echo: bool = False,
+    ):
+        """``decode`` makes text of tokens, where the prompt or single tokens are asked back."""
         self.metrics, self.reply, self.answerings, self.started = metrics, reply, answerings, started
-        self.routing = routing
+        self.routing, self.decode, self.echo = routing, decode, echo
         self.routed: list[Routed] = []
-        self.prompt_tokens = sum(len(a.job.prompt.ids) for a in answerings)
+        self.prompt_tokens = sum(len(a.job.prompt.ids) for a in answerings if a.job.number == 0)
 
     async def begin(self) -> None:
         """Wait until every prompt has its expert; until then a failure is still a proper status."""
@@ -38,21 +49,27 @@ class Answers:
     @property
     def fedweave(self) -> object:
         """Who answers: an object, or a list of them where several prompts were sent."""
-        told = [{"expert": r.expert, "weights": r.weights, "routing": self.routing} for r in self.routed]
+        told = [asdict(r) | {"routing": self.routing} for r in self.routed]
         return told[0] if len(told) == 1 else told
 
     async def whole(self) -> Json:
-        texts, reasons, tokens = [""] * len(self.answerings), [""] * len(self.answerings), 0
+        count, tokens = len(self.answerings), 0
+        texts, reasons = [""] * count, [""] * count
+        scores: list[Json | None] = [None] * count
         for i, answering in enumerate(self.answerings):
+            if self.echo:
+                texts[i] = self.decode(answering.job.prompt.ids.tolist())
             async for told in answering.events():
                 if isinstance(told, Piece):
                     texts[i] += told.text
                 elif isinstance(told, Ended):
                     reasons[i], tokens = told.reason, tokens + told.tokens
+                    if answering.job.sampling.logprobs is not None:
+                        scores[i] = logprobs(self.reply.kind, told.scores, lambda token: self.decode([token]))
                 elif isinstance(told, ApiError):
                     raise told
         self._count(tokens)
-        return self.reply.whole(texts, reasons, usage(self.prompt_tokens, tokens), self.fedweave)
+        return self.reply.whole(texts, reasons, scores, usage(self.prompt_tokens, tokens), self.fedweave)
 
     async def chunks(self, include_usage: bool) -> AsyncIterator[str]:
         """Server-sent events; several prompts take turns as their text comes."""
@@ -86,7 +103,9 @@ class Answers:
         self.metrics.tokens.labels("prompt").inc(self.prompt_tokens)
         self.metrics.tokens.labels("completion").inc(tokens)
         for routed in self.routed:
-            self.metrics.answers.labels(adapter_name(routed.expert)).inc()
+            self.metrics.answers.labels(routed.adapter).inc()
+            if routed.doubt is not None and routed.doubt > 1:
+                self.metrics.unfamiliar.inc()
 
 
 class EventStream(StreamingResponse):

@@ -24,35 +24,36 @@ ROUTED = "fedweave"  # the model name that leaves the choice to the router
 
 class Api:
     def __init__(
-        self, backbone: Backbone, experts: int, backend: Backend, limits: Limits, told: Experts | None = None
+        self, backbone: Backbone, adapters: list[str], backend: Backend, limits: Limits, told: Experts | None = None
     ):
         self.backbone, self.backend, self.limits = backbone, backend, limits
         self.told = {
             f"expert_{m}": {"fedweave": expert} for m, expert in enumerate(told["experts"] if told else [])
         }
-        self.names = [ROUTED, *(f"expert_{m}" for m in range(experts))]
+        self.names = [ROUTED, *adapters]
+        self.max_prompt = limits.prompt(backbone)
         self.metrics = Metrics(backend)
         self.started = int(time.time())
 
     # ---------------------------------------------------------------------------------- requests
 
-    def expert(self, name: str) -> int | None:
-        """The expert that a model name forces; None: the router's choice."""
+    def adapter(self, name: str) -> str | None:
+        """The adapter that a model name forces; None: the router's choice."""
         if name not in self.names:
             known = ", ".join(self.names)
             raise ApiError(404, f"model {name!r} is not served here; there are {known}.", "model_not_found")
-        return None if name == ROUTED else self.names.index(name) - 1
+        return None if name == ROUTED else name
 
     def encode(self, body: CommonRequest) -> list[EncodedPrompt]:
         """Prompts as tokens. One that is too long is refused: a server must not answer half of a question."""
         prompts = self.backbone.prompts
-        too_long = f"the prompt is longer than {prompts.max_length} tokens."
+        too_long = f"the prompt is longer than {self.max_prompt} tokens."
         try:
             if isinstance(body, ChatRequest):
-                encoded = prompts.encode_prompts([body.prompt()])
+                encoded = prompts.encode_prompts([body.prompt()], self.max_prompt)
             else:
                 assert isinstance(body, CompletionRequest)
-                encoded = [prompts.encode_raw(text) for text in body.prompts()]
+                encoded = [prompts.encode_raw(text, self.max_prompt) for text in body.prompts()]
         except LongAnswer:
             raise ApiError(400, too_long, "context_length_exceeded") from None
         if not encoded or not all(len(prompt.ids) for prompt in encoded):
@@ -61,16 +62,25 @@ class Api:
             raise ApiError(400, too_long, "context_length_exceeded")
         return encoded
 
+    def decode(self, ids: list[int]) -> str:
+        """Tokens as they stand, the marks of a template too."""
+        return str(self.backbone.tokenizer.decode(ids, clean_up_tokenization_spaces=False))
+
     async def respond(self, request: Request, kind: Literal["chat", "text"], body: CommonRequest) -> Response:
         started = time.monotonic()
-        expert = self.expert(body.model)
+        adapter = self.adapter(body.model)
         sampling = body.sampling(self.limits.max_new_tokens)
         prompts = await run_in_threadpool(self.encode, body)
-        if len(prompts) > self.limits.max_batch:
-            raise UserError(f"prompt: at most {self.limits.max_batch} prompts in one request.")
-        jobs = [Job(prompt, sampling, expert, body.routing, trim=kind == "chat") for prompt in prompts]
+        copies = body.n or 1
+        if len(prompts) * copies > self.limits.max_batch:
+            raise UserError(f"prompt, n: at most {self.limits.max_batch} answers to one request.")
+        trim = kind == "chat"
+        jobs = [Job(p, sampling, adapter, body.routing, trim, number) for p in prompts for number in range(copies)]
         answerings = self.backend.submit(jobs)
-        answer = Answers(self.metrics, Reply(kind, body.model), answerings, body.routing, started)
+        echo = isinstance(body, CompletionRequest) and bool(body.echo)
+        answer = Answers(
+            self.metrics, Reply(kind, body.model), answerings, body.routing, started, self.decode, echo
+        )
         try:
             await unless_gone(request, answer.begin())
             if body.stream:
@@ -96,8 +106,8 @@ class Api:
 
     async def health(self) -> JSONResponse:
         problem = await self.backend.problem()
-        facts = {"model": self.backbone.name, "experts": len(self.names) - 1}
-        facts |= {"max_prompt_tokens": self.backbone.prompts.max_length, "max_tokens": self.limits.max_new_tokens}
+        facts = {"model": self.backbone.name, "experts": sum(name.startswith("expert_") for name in self.names)}
+        facts |= {"max_prompt_tokens": self.max_prompt, "max_tokens": self.limits.max_new_tokens}
         load = {"running": self.backend.running, "waiting": self.backend.waiting}
         status = {"status": "ok"} if not problem else {"status": "unavailable", "reason": problem}
         return JSONResponse({**status, **facts, **load}, 503 if problem else 200)
@@ -127,7 +137,7 @@ def build_app(api: Api, key: str | None = None) -> FastAPI:
 
     @app.get("/v1/models/{name}")
     async def model(name: str) -> Json:
-        api.expert(name)
+        api.adapter(name)
         return next(m for m in api.models() if m["id"] == name)
 
     @app.get("/metrics")

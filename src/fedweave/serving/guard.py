@@ -29,6 +29,9 @@ class Metrics:
         )
         self.tokens = Counter("fedweave_tokens", "Tokens read and written.", ["kind"], registry=self.registry)
         self.answers = Counter("fedweave_answers", "Answers by expert.", ["expert"], registry=self.registry)
+        self.unfamiliar = Counter(
+            "fedweave_unfamiliar", "Prompts like none before, which no expert answered.", registry=self.registry
+        )
         self.first = Histogram(
             "fedweave_first_token_seconds", "From request to first text.", registry=self.registry, buckets=_SECONDS
         )

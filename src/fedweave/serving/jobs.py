@@ -5,9 +5,13 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+from fedweave.backbone.load import Backbone
 from fedweave.backbone.prompts import EncodedPrompt
+from fedweave.inference.rows import TokenScore
 from fedweave.inference.sampling import Sampling
 from fedweave.serving.protocol import ApiError
+
+MAX_PROMPT = 8192  # tokens that nobody has to ask for; attention and cache grow with them
 
 
 @dataclass(frozen=True)
@@ -18,25 +22,35 @@ class Limits:
     max_queue: int  # requests that may wait besides
     max_new_tokens: int  # longest answer
     max_body: int  # bytes of a request
+    max_prompt: int | None = None  # tokens of a prompt; None: as many as the model takes, up to MAX_PROMPT
+
+    def prompt(self, backbone: Backbone) -> int:
+        """Tokens that a prompt may have."""
+        longest = backbone.longest_prompt(self.max_new_tokens)
+        return self.max_prompt or max(backbone.prompts.max_length, min(longest, MAX_PROMPT))
 
 
 @dataclass(frozen=True)
 class Job:
-    """One prompt with its options; ``expert`` forces one, None lets the router choose."""
+    """One prompt with its options; ``adapter`` forces one by name, None lets the router choose."""
 
     prompt: EncodedPrompt
     sampling: Sampling
-    expert: int | None = None
+    adapter: str | None = None
     routing: str = "sparse"
     trim: bool = True  # drop blanks around the answer
+    number: int = 0  # tells the answers to one prompt apart, and their draws
 
 
 @dataclass(frozen=True)
 class Routed:
-    """The answer begins: which expert has the largest weight, and all weights (None when one was forced)."""
+    """The answer begins: which expert has the largest weight (-1: none), the adapter that answers, and what the
+    router said (None when it was not asked)."""
 
     expert: int
-    weights: list[float] | None
+    adapter: str
+    weights: list[float] | None = None
+    doubt: float | None = None
 
 
 @dataclass(frozen=True)
@@ -48,6 +62,7 @@ class Piece:
 class Ended:
     reason: str  # stop or length
     tokens: int  # of the answer
+    scores: Sequence[TokenScore] = ()  # where they were asked for
 
 
 Event = Routed | Piece | Ended | ApiError  # the last: no answer, or no more of it

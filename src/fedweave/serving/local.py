@@ -13,8 +13,6 @@ import traceback
 from collections import deque
 from collections.abc import Sequence
 
-import torch
-
 from fedweave.inference.model import FedWeaveModel
 from fedweave.inference.rows import Row, RunningBatch
 from fedweave.router.routed import foremost
@@ -104,7 +102,7 @@ class LocalBackend:
             if text:
                 answering.tell(Piece(text))
             if row.ended:
-                answering.tell(Ended(row.ended, len(row.new)))
+                answering.tell(Ended(row.ended, len(row.new), row.scores))
                 self._mean_seconds += 0.1 * (time.monotonic() - self._started[row] - self._mean_seconds)
                 self._forget(row)
 
@@ -125,19 +123,19 @@ class LocalBackend:
     def _route(self, chosen: list[Answering]) -> deque[Row]:
         """Rows to join. All prompts that the router must see go through the bare backbone in one pass."""
         rows: deque[Row] = deque()
-        asked = [a for a in chosen if a.job.expert is None]
-        weights = iter(self.model.route_encoded([a.job.prompt for a in asked]))  # M each
+        experts = self.model.experts
+        asked = [a.job.prompt for a in chosen if a.job.adapter is None]
+        judged = zip(*self.model.judge(asked), strict=True) if asked else iter(())
         for answering in chosen:
             job = answering.job
-            if job.expert is None:
-                soft = next(weights)  # [M]
-                gates = self.model.experts.gates(soft[None], job.routing)[0]
-                told = Routed(foremost(soft), soft.tolist())
+            if job.adapter is None:
+                soft, doubt = next(judged)  # [M]
+                gates, expert = experts.gates(soft[None], job.routing)[0], foremost(soft)
+                told = Routed(expert, experts.adapter(expert), soft.tolist(), doubt)
             else:
-                experts = self.model.mixture.layout.experts
-                gates = torch.nn.functional.one_hot(torch.tensor(job.expert), experts).float()
-                told = Routed(job.expert, None)
-            row = Row(self.model.backbone, job.prompt, gates, job.sampling, trim=job.trim)
+                expert, gates = experts.only(job.adapter)
+                told = Routed(expert, job.adapter)
+            row = Row(self.model.backbone, job.prompt, gates, job.sampling, job.number, job.trim)
             self._active[row], self._started[row] = answering, time.monotonic()
             answering.tell(told)
             rows.append(row)

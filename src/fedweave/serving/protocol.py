@@ -11,15 +11,9 @@ from pydantic import BaseModel, ConfigDict, Field
 from fedweave.errors import UserError
 from fedweave.inference.sampling import Sampling
 from fedweave.router.mlp import active_experts
+from fedweave.serving.fields import check_fields
 
 Json = dict[str, object]
-
-# What would change an answer but is not offered: better refused than passed over in silence.
-UNSUPPORTED = {
-    "tools", "tool_choice", "functions", "function_call", "response_format", "logprobs", "top_logprobs",
-    "logit_bias", "frequency_penalty", "presence_penalty", "echo", "best_of", "suffix", "audio", "modalities",
-}  # fmt: skip
-HARMLESS: tuple[object, ...] = (None, False, 0, [], {}, "none", "auto", {"type": "text"})
 
 
 def whole_text(text: str, param: str) -> str:
@@ -71,7 +65,12 @@ class CommonRequest(BaseModel):
     repetition_penalty: float | None = Field(None, gt=0, le=100)
     seed: int | None = None
     stop: str | list[str] | None = None
-    n: int | None = 1
+    stop_token_ids: list[int] | None = None
+    min_tokens: int | None = Field(None, ge=0)
+    frequency_penalty: float | None = Field(None, ge=-2, le=2)
+    presence_penalty: float | None = Field(None, ge=-2, le=2)
+    response_format: Json | None = None
+    n: int | None = Field(1, ge=1)
     stream: bool | None = False
     stream_options: StreamOptions | None = None
     routing: str = "sparse"  # ours: sparse, soft, top2 …
@@ -79,13 +78,21 @@ class CommonRequest(BaseModel):
     def limit(self) -> int | None:
         return self.max_tokens
 
+    def scored(self) -> tuple[int | None, bool]:
+        """(how many likeliest tokens to tell of beside each token's log-probability, also of the prompt's)"""
+        return None, False
+
+    def json_mode(self) -> bool:
+        kind = (self.response_format or {}).get("type", "text")
+        if kind not in ("text", "json_object"):
+            raise UserError(f"response_format: text and json_object are offered, not {kind!r}.")
+        return kind == "json_object"
+
     def sampling(self, longest: int) -> Sampling:
         """How to answer; whatever is not offered is one sentence."""
-        if self.n not in (None, 1):
-            raise UserError("n: one answer per request is offered; send the request again for another.")
-        for name, value in (self.model_extra or {}).items():
-            if name in UNSUPPORTED and value not in HARMLESS:
-                raise UserError(f"{name}: not offered by this server.")
+        check_fields(self.model_extra or {}, list(type(self).model_fields))
+        if self.scored()[0] is not None and self.stream:
+            raise UserError("logprobs: not offered in a stream; leave out stream.")
         active_experts(self.routing)
         asked = self.limit()
         if asked is not None and asked > longest:
@@ -95,8 +102,15 @@ class CommonRequest(BaseModel):
             raise UserError("stop: at most 16 stop strings.")
         options: Json = {
             "max_new_tokens": asked or longest,
+            "min_new_tokens": self.min_tokens,
             "repetition_penalty": self.repetition_penalty,
+            "frequency_penalty": self.frequency_penalty,
+            "presence_penalty": self.presence_penalty,
             "stop_strings": stops,
+            "stop_token_ids": self.stop_token_ids,
+            "json_object": self.json_mode(),
+            "logprobs": self.scored()[0],
+            "echo": self.scored()[1],
         }
         if self.temperature:  # 0 and null are greedy; what shapes a draw then has nothing to shape
             drawn = {k: getattr(self, k) for k in ("temperature", "top_p", "top_k", "min_p", "seed")}
@@ -108,8 +122,16 @@ class ChatRequest(CommonRequest):
     messages: list[Message] = Field(min_length=1)
     max_completion_tokens: int | None = Field(None, ge=1)
 
+    logprobs: bool | None = None
+    top_logprobs: int | None = Field(None, ge=0, le=20)
+
     def limit(self) -> int | None:
         return self.max_completion_tokens or self.max_tokens
+
+    def scored(self) -> tuple[int | None, bool]:
+        if self.top_logprobs and not self.logprobs:
+            raise UserError("top_logprobs: has no effect without logprobs=true.")
+        return (self.top_logprobs or 0, False) if self.logprobs else (None, False)
 
     def prompt(self) -> tuple[dict[str, str], ...]:
         messages = tuple(message.plain() for message in self.messages)
@@ -122,6 +144,13 @@ class CompletionRequest(CommonRequest):
     """Texts are continued as they stand, without the template; lists of token ids too."""
 
     prompt: str | list[str] | list[int] | list[list[int]]
+    logprobs: int | None = Field(None, ge=0, le=20)
+    echo: bool | None = False
+
+    def scored(self) -> tuple[int | None, bool]:
+        if self.echo and self.stream:
+            raise UserError("echo: not offered in a stream; leave out stream.")
+        return self.logprobs, bool(self.echo) and self.logprobs is not None
 
     def prompts(self) -> list[str | list[int]]:
         """Always several: each a text or a list of token ids."""
@@ -142,11 +171,18 @@ class Reply:
         self.kind, self.model, self.created = kind, model, int(time.time())
         self.id = f"{'chatcmpl' if kind == 'chat' else 'cmpl'}-{uuid.uuid4().hex[:24]}"
 
-    def whole(self, texts: list[str], reasons: list[str], usage: dict[str, int], fedweave: object) -> Json:
+    def whole(
+        self,
+        texts: list[str],
+        reasons: list[str],
+        scores: list[Json | None],
+        usage: dict[str, int],
+        fedweave: object,
+    ) -> Json:
         choices = [
-            {"index": i, "finish_reason": reason, "logprobs": None}
+            {"index": i, "finish_reason": reason, "logprobs": scored}
             | ({"message": {"role": "assistant", "content": text}} if self.kind == "chat" else {"text": text})
-            for i, (text, reason) in enumerate(zip(texts, reasons, strict=True))
+            for i, (text, reason, scored) in enumerate(zip(texts, reasons, scores, strict=True))
         ]
         kind = "chat.completion" if self.kind == "chat" else "text_completion"
         return self._envelope(kind, choices) | {"usage": usage, "fedweave": fedweave}

@@ -7,6 +7,8 @@ from contextlib import suppress
 from dataclasses import dataclass
 
 import uvicorn
+from fastapi import FastAPI
+from uvicorn.protocols.http.auto import AutoHTTPProtocol
 
 from fedweave.console import Console
 from fedweave.description.record import Experts
@@ -25,6 +27,7 @@ class ServerSettings:
     key: str | None = None
     upstream: str | None = None
     upstream_key: str | None = None
+    upstream_kind: str = "vllm"
     told: Experts | None = None  # what the page says of the experts
 
 
@@ -39,26 +42,52 @@ def serve(load: Callable[[], FedWeaveModel], settings: ServerSettings, limits: L
         asyncio.run(_serve(model, settings, limits, listener, console))
 
 
+def uvicorn_config(app: FastAPI, grace: int) -> uvicorn.Config:
+    """``grace``: seconds that answers under way get once the server is told to stop."""
+    return uvicorn.Config(
+        app, http=Patience, log_level="warning", access_log=False, ws="none", timeout_graceful_shutdown=grace
+    )
+
+
+class Patience(AutoHTTPProtocol):  # type: ignore[misc, valid-type]
+    """HTTP for clients that speak up: a connection whose first request has not begun in time is closed, for
+    thousands of silent ones would take all that there are."""
+
+    patience = 30.0  # seconds
+
+    def connection_made(self, transport: asyncio.Transport) -> None:
+        super().connection_made(transport)
+        self._late = self.loop.call_later(self.patience, self._close_silent)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._late.cancel()
+        super().connection_lost(exc)
+
+    def _close_silent(self) -> None:
+        if self.cycle is None:  # no request's headers have come to their end
+            self.transport.close()
+
+
 async def _serve(
     model: FedWeaveModel, settings: ServerSettings, limits: Limits, listener: socket.socket, console: Console
 ) -> None:
     experts = model.mixture.layout.experts
     backend: LocalBackend | Gateway = LocalBackend(model, limits)
     if settings.upstream:
-        backend = Gateway(model, limits, settings.upstream, settings.upstream_key)
+        backend = Gateway(model, limits, settings.upstream, settings.upstream_key, settings.upstream_kind)
         if problem := await backend.problem():
             console.warn(f"{problem}; requests will fail until it does.")
-    app = build_app(Api(model.backbone, experts, backend, limits, settings.told), settings.key)
+        elif problem := await backend.unapplied():
+            raise UserError(problem)
+    app = build_app(Api(model.backbone, model.experts.choices, backend, limits, settings.told), settings.key)
     host, port = listener.getsockname()[:2]
     console.say(f"{experts} experts on {model.backbone.name}; http://{host}:{port} (API at /v1, Ctrl-C stops)")
-    config = uvicorn.Config(app, log_level="warning", access_log=False, ws="none", timeout_graceful_shutdown=10)
-    await uvicorn.Server(config).serve(sockets=[listener])
+    await uvicorn.Server(uvicorn_config(app, grace=10)).serve(sockets=[listener])
 
 
 def check_length(model: FedWeaveModel, limits: Limits) -> None:
     """Prompt and answer together must fit what the backbone was made for."""
-    longest = getattr(model.backbone.model.config.get_text_config(), "max_position_embeddings", None)
-    prompt = model.backbone.prompts.max_length
+    longest, prompt = model.backbone.longest, limits.prompt(model.backbone)
     if longest and prompt + limits.max_new_tokens > longest:
         raise UserError(
             f"--max-new-tokens {limits.max_new_tokens} does not fit: prompts may have {prompt} tokens and "

@@ -1,0 +1,104 @@
+"""What shapes an answer beyond transformers' options: penalties, stop tokens, log-probabilities, JSON mode."""
+
+import json
+import random
+
+import pytest
+import torch
+
+from fedweave.errors import UserError
+from fedweave.inference.json_text import JsonText
+from fedweave.inference.sampling import Sampling, TokenChooser
+
+PROMPT = "Fix the grammar: Ada go to the park."
+
+
+def test_penalties_count_the_answers_own_tokens():
+    chooser = TokenChooser(Sampling(frequency_penalty=0.5, presence_penalty=0.25), torch.tensor([2, 2, 2]), [])
+    logits = torch.tensor([1.0, 0.9, 0.8, 0.0])
+    assert chooser.choose(logits, []) == 0  # the prompt's own tokens count for nothing
+    assert chooser.choose(logits, [0]) == 1  # 1 - 0.75
+    assert chooser.choose(logits, [0, 1, 2]) == 0
+    assert chooser.choose(logits, [0, 0, 1, 2]) == 1  # 1 - 1.25 against 0.9 - 0.75
+
+
+def test_stop_tokens_end_an_answer_and_a_least_length_holds_them_off(model):
+    free = model.generate([PROMPT], max_new_tokens=12)[0].tokens
+    stop = free[5]
+    at = free.index(stop)
+    stopped = model.generate([PROMPT], max_new_tokens=12, stop_token_ids=[stop])[0]
+    assert stopped.tokens == free[:at] and stopped.ended == "stop"
+    longer = model.generate([PROMPT], max_new_tokens=12, stop_token_ids=[stop], min_new_tokens=8)[0]
+    assert len(longer.tokens) >= 8 and stop not in longer.tokens[:8]
+    with pytest.raises(UserError, match="min_new_tokens must not be more"):
+        model.generate([PROMPT], max_new_tokens=4, min_new_tokens=5)
+
+
+def test_log_probabilities_are_the_models_own(model):
+    """Against transformers' logits over prompt and answer, with the expert in force."""
+    (answer,) = model.generate([PROMPT], max_new_tokens=6, logprobs=3, echo=True, adapter="base")
+    prompt = model.backbone.prompts.encode_prompts([PROMPT])[0].ids.tolist()
+    ids = prompt + answer.tokens
+    assert [s.token for s in answer.scores] == ids and answer.scores[0].logprob is None
+    with torch.no_grad(), model.backbone.decoding() as plain:
+        expected = plain(torch.tensor([ids])).logits[0].float().log_softmax(-1)
+    for at, score in enumerate(answer.scores[1:]):
+        assert score.logprob == pytest.approx(float(expected[at, score.token]), abs=2e-3)
+        assert len(score.top) == 3 and max(score.top.values()) == pytest.approx(float(expected[at].max()), abs=2e-3)
+    for score in answer.scores[len(prompt) :]:
+        assert score.logprob == max(score.top.values())  # greedy, to the bit
+    plain_scores = model.generate([PROMPT], max_new_tokens=6, logprobs=0)[0].scores
+    assert len(plain_scores) == 6 and plain_scores[0].top == {}
+    with pytest.raises(UserError, match="echo has no effect without logprobs"):
+        model.generate([PROMPT], echo=True)
+
+
+GOOD = [
+    "{}", '{"a": 1}', '{"a":[1,-2.5e+3,{"b":null}],"c":"x\\"\\u00e9\\n"}', ' {"t": true, "f": false, "n": 0}',
+    '{"a": []}',
+]  # fmt: skip
+BAD = [
+    "[1]", "1", '{"a" 1}', '{"a": 01}', '{"a": +1}', '{"a": tru}', '{"a": 1,}', '{"a": [1,]}', "{a: 1}",
+    '{"a": 1}}', '{"a": "\\x"}', '{"a": "\n"}', '{"a": 1.}', '{"a": [}', "{]", '{"a": 1 2}', '{"a": -}',
+    '{  "a": 1}', '{"a": nul1}',
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("text", GOOD)
+def test_every_beginning_of_an_object_may_go_on(text):
+    json.loads(text)
+    state = JsonText()
+    for i, c in enumerate(text):
+        assert state.add(c)
+        assert state.complete == (i == len(text) - 1)
+
+
+@pytest.mark.parametrize("text", BAD)
+def test_what_is_no_object_is_refused(text):
+    state = JsonText()
+    assert not (state.add(text) and state.complete)
+
+
+def test_what_python_reads_and_what_is_accepted_agree():
+    """Random small texts over JSON's own characters; blanks in a row are refused on purpose."""
+    rng, agreed, parts = random.Random(0), 0, ['"a"', ":", "1", "0", "-", ".", "e", "[", "]", "{", "}", ",", "true"]
+    for _ in range(30_000):
+        text = '{"a":' + "".join(rng.choices(parts, k=rng.randint(1, 5))) + "}"
+        try:
+            valid = isinstance(json.loads(text), dict)
+        except ValueError:
+            valid = False
+        state = JsonText()
+        assert (state.add(text) and state.complete) == valid, text
+        agreed += valid
+    assert agreed > 5
+
+
+@pytest.mark.parametrize("options", [{}, {"do_sample": True, "temperature": 1.5, "seed": 3}])
+def test_an_answer_in_json_mode_is_an_object_or_the_beginning_of_one(model, options):
+    answers = model.generate([PROMPT, "How many?"], max_new_tokens=60, json_object=True, **options)
+    for answer in answers:
+        if answer.ended == "stop":
+            assert isinstance(json.loads(answer.text), dict)
+        else:
+            assert answer.text.startswith("{") and JsonText().add(answer.text)
