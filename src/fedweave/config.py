@@ -4,8 +4,6 @@ Every key carries its own documentation and its own limits, so that an unknown k
 one sentence before anything loads, and so that ``fedweave config`` can print the whole reference.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The settings of the method itself: experts, router, discovery, alignment and training."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 from typing import Literal
 

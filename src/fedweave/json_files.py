@@ -4,8 +4,6 @@ A file that was cut, spoilt or replaced is one sentence wherever it is read. Ear
 their files only have to be of the right kind.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import types

@@ -3,8 +3,6 @@
 config.yaml is :class:`fedweave.config.Config`; what is in ``checkpoints/`` is said in ``runs/snapshot.py``.
 """
 
-from __future__ import annotations
-
 from typing import Literal, TypedDict
 
 from typing_extensions import NotRequired

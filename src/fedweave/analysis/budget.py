@@ -3,8 +3,6 @@
 What a method trains and sends is its own ``payload``; here it meets a model's shape and a config.
 """
 
-from __future__ import annotations
-
 from dataclasses import asdict, dataclass
 
 from fedweave.analysis.shapes import ModelShape

@@ -4,8 +4,6 @@ g_k is the gradient of pattern k's loss. All that conflict needs of the gradient
 ⟨g_k, g_l⟩, [K, K], so that a million columns are touched once and mixtures are then free.
 """
 
-from __future__ import annotations
-
 import numpy as np
 
 

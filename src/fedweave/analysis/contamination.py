@@ -5,8 +5,6 @@ steps. ω[u, k, m] is the weight with which unit u's examples of pattern k move 
 sampled, how much of the client's upload counts, and how far the router opens the gate.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import numpy as np

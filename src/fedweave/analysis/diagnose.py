@@ -5,8 +5,6 @@ the real model is taken on a sample: some clients, a few fixed batches of each o
 assumptions, which bound all states, cannot be measured at one: docs/diagnostics.md says what is given instead.
 """
 
-from __future__ import annotations
-
 import time
 from pathlib import Path
 

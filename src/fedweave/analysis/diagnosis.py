@@ -1,7 +1,5 @@
 """What `fedweave diagnose` writes, diagnostics.json: the types that its measures, its words and reports share."""
 
-from __future__ import annotations
-
 from typing import Literal, TypedDict
 
 from typing_extensions import NotRequired

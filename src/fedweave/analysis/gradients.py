@@ -1,7 +1,5 @@
 """Gradients of the training loss itself, without a step: what the diagnostics measure on the real model."""
 
-from __future__ import annotations
-
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Costs as text: the tables of ``fedweave budget``."""
 
-from __future__ import annotations
-
 from fedweave.analysis.budget import Budget, Discovery
 from fedweave.analysis.spent import Spent
 from fedweave.console import table

@@ -1,7 +1,5 @@
 """The expert side of a diagnosis: gradient conflict, contamination and effective budget of a run."""
 
-from __future__ import annotations
-
 import math
 
 import numpy as np

@@ -1,7 +1,5 @@
 """The router side of a diagnosis: its two ways of training, and what one active expert risks."""
 
-from __future__ import annotations
-
 import numpy as np
 import torch
 

@@ -4,8 +4,6 @@ m†(x) is the oracle expert of x's pattern, m̂(x) the one with the largest rou
 log weights, which for one router are differences of its logits.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import numpy as np

@@ -1,7 +1,5 @@
 """What a run did cost, beside what its shapes predicted."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """A finished (or stopped) run loaded again for diagnosis: its data, its kept states, its labels if it has any."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path

@@ -4,8 +4,6 @@ Persistent: one state walks through the interleaved schedule. Reset-and-average:
 same start, and the states are averaged. R_c is bucket c's loss, π_c its share, R = Σ π_c R_c the client's.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 

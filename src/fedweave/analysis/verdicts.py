@@ -1,7 +1,5 @@
 """A diagnosis in words: one verdict per question, then the tables that they rest on."""
 
-from __future__ import annotations
-
 import textwrap
 from collections.abc import Callable
 from statistics import fmean

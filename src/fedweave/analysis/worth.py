@@ -4,8 +4,6 @@ The clients are the sample: each has a figure under both, so differences are pai
 the clients agree. It does not say how another seed would turn out.
 """
 
-from __future__ import annotations
-
 import textwrap
 from collections.abc import Mapping
 from pathlib import Path

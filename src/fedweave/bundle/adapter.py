@@ -1,7 +1,5 @@
 """A PEFT adapter folder: how one is written, read, and proved to be what the stacked experts compute."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """The model card: what was trained, on what, how well, how private, and how to load it."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass

@@ -11,8 +11,6 @@ DIR/README.md                  model card
 Whatever is written is loaded back through PEFT and compared with the trained experts before it gets its name.
 """
 
-from __future__ import annotations
-
 import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager

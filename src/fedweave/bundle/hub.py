@@ -1,7 +1,5 @@
 """Bundles on the Hugging Face hub: upload one, fetch one. Nothing here runs unless the user names a repository."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Load a bundle, refusing whatever is missing, damaged or tampered with by name."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import torch

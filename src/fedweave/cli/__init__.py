@@ -3,8 +3,6 @@
 Each module of this package holds one family of verbs and lists them in ``register``.
 """
 
-from __future__ import annotations
-
 import argparse
 import os
 import re

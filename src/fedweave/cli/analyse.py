@@ -1,7 +1,5 @@
 """Verbs that explain: diagnose, budget."""
 
-from __future__ import annotations
-
 import argparse
 from pathlib import Path
 from typing import TypedDict

@@ -1,7 +1,5 @@
 """The verb that looks at own data before a run: check."""
 
-from __future__ import annotations
-
 import argparse
 import json
 import re

@@ -1,7 +1,5 @@
 """Verbs that hand a model on: export, push, serve."""
 
-from __future__ import annotations
-
 import argparse
 import os
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Verbs of a real federation: federate (the server) and site check, start, work (a site)."""
 
-from __future__ import annotations
-
 import argparse
 import os
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Verbs that say what a run came to: describe, worth."""
 
-from __future__ import annotations
-
 import argparse
 from pathlib import Path
 

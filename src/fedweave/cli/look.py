@@ -1,7 +1,5 @@
 """Verbs that show what there is: list, config, copy."""
 
-from __future__ import annotations
-
 import argparse
 from pathlib import Path
 

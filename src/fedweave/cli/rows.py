@@ -1,7 +1,5 @@
 """Rows that a verb writes for other programs: a JSONL file, or a list in a .json file."""
 
-from __future__ import annotations
-
 import argparse
 import json
 from collections.abc import Mapping, Sequence

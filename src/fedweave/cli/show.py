@@ -1,7 +1,5 @@
 """Verbs that show runs: report, watch."""
 
-from __future__ import annotations
-
 import argparse
 import time
 from pathlib import Path

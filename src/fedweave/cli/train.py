@@ -1,7 +1,5 @@
 """Verbs that train: run, resume, compare."""
 
-from __future__ import annotations
-
 import argparse
 from pathlib import Path
 

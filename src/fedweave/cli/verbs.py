@@ -1,7 +1,5 @@
 """How a family of verbs registers itself: one call per verb, shared arguments in one place."""
 
-from __future__ import annotations
-
 import argparse
 import os
 import shlex

@@ -4,8 +4,6 @@ A cell has what was asked for and what came out, without the folders of the mach
 other comparisons and other backbones; those of the same name are replaced.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The runs that a run is held against: every client alone, and one adapter for all. They stand in RUN/worth."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 from fedweave.analysis.worth import FILE, REFERENCES, Worth, worth

@@ -1,7 +1,5 @@
 """What held-out rows say about one client: how much each counts there."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Mapping, Sequence
 

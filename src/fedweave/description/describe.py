@@ -1,8 +1,6 @@
 """What each expert is for: the prompts that the router gives it, whose they are, what sets them apart, and how it
 answers where the bare model did otherwise. Labels are counted where there are some, and needed nowhere."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass

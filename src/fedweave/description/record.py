@@ -1,7 +1,5 @@
 """experts.json: what each expert is for. A run has one for itself; a bundle has as much of it as was asked for."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import TypedDict
 

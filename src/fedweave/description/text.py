@@ -1,7 +1,5 @@
 """Experts in words: for a terminal, and in one line for tables and cards."""
 
-from __future__ import annotations
-
 from fedweave.description.record import Expert, Experts, title
 
 

@@ -6,8 +6,6 @@ above 0 (Monroe, Colaresi and Quinn, "Fightin' Words", 2008); among them those r
 prompts hold and few of the others'.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Sequence
 from itertools import pairwise

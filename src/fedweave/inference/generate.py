@@ -6,8 +6,6 @@ per row. On CUDA the step is captured once as a graph and replayed, since at thi
 more than running them. Answers that are sampled, streamed or asked for one by one: :mod:`fedweave.inference.rows`.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 
 import torch

@@ -1,7 +1,5 @@
 """A trained federation as one model: route a prompt, answer with one expert or a mixture."""
 
-from __future__ import annotations
-
 import warnings
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence

@@ -1,8 +1,6 @@
 """A decoding step as a CUDA graph: recorded once, replayed with other numbers in the same memory. At this size
 launching kernels costs more than running them."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 
 import torch

@@ -5,8 +5,6 @@ any time. A step is one token for every row; rows that have ended make room at o
 into the gap.
 """
 
-from __future__ import annotations
-
 from collections import deque
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext

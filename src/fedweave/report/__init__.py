@@ -1,7 +1,5 @@
 """Runs for people: one self-contained page, its pictures as files, and a live view in the terminal."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from importlib.resources import files
 from pathlib import Path

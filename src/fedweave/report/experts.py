@@ -1,7 +1,5 @@
 """The chapter that says what each expert is."""
 
-from __future__ import annotations
-
 from fedweave.description.record import read_experts, title
 from fedweave.description.text import shares, words_of
 from fedweave.report.parts import ExpertCard, Section

@@ -4,8 +4,6 @@ A finding names what was seen, why it matters and what to try. Thresholds are ju
 that uses them so that they can be argued with.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Which runs a page is about: runs that differ only by seed are one group, named by what sets it apart."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path

@@ -1,7 +1,5 @@
 """`fedweave watch`: a run in the terminal, while it goes on and afterwards. It only reads the run's files."""
 
-from __future__ import annotations
-
 import shutil
 import sys
 import time

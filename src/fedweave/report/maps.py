@@ -1,7 +1,5 @@
 """Pictures of discovery and routing: who has what, how buckets became experts, where prompts lie and go."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import lru_cache
 from typing import NamedTuple

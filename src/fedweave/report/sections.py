@@ -1,7 +1,5 @@
 """The chapters of the page: which pictures, tables and remarks stand together, and what is missing from each."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Pictures of a diagnosis (`fedweave diagnose`): what contaminates experts, and how much training each one got."""
 
-from __future__ import annotations
-
 from fedweave.analysis.diagnosis import Diagnosis, sources
 from fedweave.report.style import INK, MUTED, PALETTE, SURFACE, Picture, canvas, colour, legend, named_rows
 

@@ -1,7 +1,5 @@
 """Pictures of what things cost: sparse inference, heterogeneity, bytes and seconds. Each is a picture, or None."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import numpy as np

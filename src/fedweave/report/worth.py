@@ -1,7 +1,5 @@
 """The chapter that says whether it was worth it."""
 
-from __future__ import annotations
-
 from fedweave.analysis.worth import CAVEAT, Figure, Worth, answer, kinds, read_worth, rows, verdict
 from fedweave.console import table
 from fedweave.report.findings import Finding

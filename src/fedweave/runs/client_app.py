@@ -1,7 +1,5 @@
 """The Flower ClientApp. In a simulation the site lives here; in a deployment its worker answers instead of it."""
 
-from __future__ import annotations
-
 from flwr.app import Context
 from flwr.app import Message as FlowerMessage
 from flwr.clientapp import ClientApp

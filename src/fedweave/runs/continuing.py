@@ -1,7 +1,5 @@
 """``init=BUNDLE``: the experts and the router of a bundle as the first state of a new federation."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 from fedweave.backbone.load import Backbone

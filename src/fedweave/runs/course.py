@@ -6,8 +6,6 @@ happened :data:`HALVINGS` times in a row without a gain, it ends where it would 
 a run hold its state, so all of them follow what the first one, which measures, has decided.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import replace
 

@@ -1,7 +1,5 @@
 """A run over real sites: this process is the ServerApp, the run folder is an ordinary one."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 from fedweave.config import Config, dump_config

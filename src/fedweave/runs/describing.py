@@ -1,7 +1,5 @@
 """What a run's or a bundle's experts are: written at the end of a run, or made later of rows that somebody has."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path

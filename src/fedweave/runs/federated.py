@@ -1,7 +1,5 @@
 """A run whose clients are Flower nodes: the same phases, with validation at the sites."""
 
-from __future__ import annotations
-
 import math
 import time
 import uuid

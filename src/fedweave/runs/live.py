@@ -4,8 +4,6 @@ It holds clock times, which no two runs share, so it is kept apart from everythi
 that cannot write it goes on without it.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import socket

@@ -4,8 +4,6 @@ The system itself holds the lock and lets go of it when the process ends, howeve
 leaves behind stops nobody. Where a file system knows no locks, the process that the file names decides.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import socket

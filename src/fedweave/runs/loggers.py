@@ -5,8 +5,6 @@ Only the server side talks to trackers, so clients need no account. All four wri
 own environment variables say otherwise (WANDB_MODE=online, MLFLOW_TRACKING_URI, TRACKIO_SPACE_ID).
 """
 
-from __future__ import annotations
-
 import importlib.util
 import os
 import re

@@ -3,8 +3,6 @@
 A run may be unfinished or under way; what it does not have yet is None or empty.
 """
 
-from __future__ import annotations
-
 import math
 import shlex
 from collections import Counter

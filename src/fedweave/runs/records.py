@@ -3,8 +3,6 @@
 Labels only sort what is written here; nothing in this file is read back by a method.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 
 import numpy as np

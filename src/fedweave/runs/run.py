@@ -1,7 +1,5 @@
 """A whole run: prepare, discover, federate, test. Interrupted anywhere, it goes on where it stopped."""
 
-from __future__ import annotations
-
 import time
 from pathlib import Path
 from typing import Any, Protocol

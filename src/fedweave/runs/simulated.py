@@ -1,7 +1,5 @@
 """``engine=flower`` without a deployment: the clients are Flower's simulated nodes, in Ray's processes."""
 
-from __future__ import annotations
-
 import logging
 import os
 from typing import Any

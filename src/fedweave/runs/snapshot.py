@@ -1,7 +1,5 @@
 """A checkpoint as read from disk, and whether it belongs to a config and a backbone."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 from collections.abc import Mapping, Sequence

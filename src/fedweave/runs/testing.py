@@ -1,7 +1,5 @@
 """Testing served models: losses of every routing, scores by generation, the routing table."""
 
-from __future__ import annotations
-
 import time
 from dataclasses import dataclass
 from typing import Any

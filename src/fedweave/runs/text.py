@@ -1,7 +1,5 @@
 """The last thing a run prints: scores, losses, who answers what, and where the time went."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 
 from fedweave.console import columns_of, shade, table

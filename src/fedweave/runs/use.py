@@ -1,7 +1,5 @@
 """Using a trained model, of a run or a bundle, without the run's data: load it, test it, write it for others."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Sequence
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """Everything a run stands on, loaded and checked before anything long starts or anything is written."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, replace
 from typing import Any
 
