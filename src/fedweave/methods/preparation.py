@@ -33,7 +33,7 @@ from fedweave.federation.method import Method, Payload, Sizes
 from fedweave.federation.state import ServerState
 from fedweave.federation.steps import Step
 from fedweave.methods.familiar import Familiarity
-from fedweave.methods.prototypes import Discover, Prototypes, StartExperts, first_adapter
+from fedweave.methods.prototypes import Discover, Prototypes, Start, StartExperts, first_adapter
 from fedweave.methods.relabel import Relabel, relabel
 from fedweave.methods.warm_start import WarmRouter, warm_up_router
 from fedweave.router.mlp import RouterLayout
@@ -181,13 +181,22 @@ def start_experts(engine: Engine, step: StartExperts, layout: AdapterLayout, rec
     """θ⁰ [P]: means of warmup adapters as a stream; an expert without any starts where all of them did."""
     single, config = layout.with_experts(1), step.config
     first = first_adapter(single, config.seed)
-    origin = torch.zeros(1) if streams(config) else first  # other rules than the mean measure how far one moved
+    plain = streams(config)  # other rules than the mean compare clients, and how far each has moved
+    origin = torch.zeros(1) if plain else first
     means = [client_average(single.size, torch.device("cpu"), config) for _ in range(layout.experts)]
     for _, start in engine.ask(step, engine.members, Message(), receipts):
-        for m, adapter, buckets in start:
+        for m, adapter, buckets in start if plain else _one_each(start):
             means[m].add(adapter - origin, buckets)
     starts = [origin + mean.step() if mean.weight else first for mean in means]
     return layout.stack(starts, layout.initial_shared(config.seed))
+
+
+def _one_each(start: Start) -> Start:
+    """A client's adapters of one expert as their mean: what leaves a site."""
+    experts = dict.fromkeys(m for m, _, _ in start)
+    own = {m: [(adapter, n) for owner, adapter, n in start if owner == m] for m in experts}
+    counts = {m: sum(n for _, n in rows) for m, rows in own.items()}
+    return [(m, torch.stack([n * a for a, n in rows]).sum(0) / counts[m], counts[m]) for m, rows in own.items()]
 
 
 def preparation_bytes(members: Sequence[Member], *asked: tuple[Receipts, int]) -> dict[str, dict[str, int]]:
