@@ -3,7 +3,8 @@
 import pytest
 import torch
 
-from fedweave.aggregation.robust import RULES, capped
+from fedweave.aggregation.robust import RULES, capped, client_average, expert_average
+from fedweave.experts.layout import AdapterLayout
 from fedweave.federation.rounds import federate
 from fedweave.methods import build_method
 from tests.federations import changed, make_engine, run
@@ -73,6 +74,19 @@ def test_krum_keeps_the_shares_of_those_it_keeps():
 )
 def test_no_share_above_the_ceiling(weights, most, expected):
     assert capped(weights, most).tolist() == pytest.approx(expected)
+
+
+@pytest.mark.parametrize("rule", [name for name in RULES if name != "mean"])
+def test_where_nobody_speaks_nothing_moves(rule, config):
+    """A cluster whose clients are all away, or a round without a usable answer: no rule may fall over it."""
+    config = changed(config, federation={"rule": rule})
+    layout = AdapterLayout(("w",), (1,), (1,), rank=1, experts=2)
+    here = torch.device("cpu")
+    assert client_average(3, here, config).step().tolist() == [0.0, 0.0, 0.0]
+    experts = expert_average(layout, here, config)
+    assert not experts.step().any()
+    experts.add(torch.ones(layout.size), torch.tensor([2.0, 0.0]), 2)
+    assert experts.step().tolist() == [1.0, 0.0, 1.0, 0.0], "expert 1 keeps its value"
 
 
 class Hostile:

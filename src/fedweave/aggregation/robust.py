@@ -81,16 +81,16 @@ def _bad(n: int, hostile: float) -> int:
 
 
 class RobustClients:
-    """As :class:`ClientAverage`, by another rule than the mean."""
+    """As :class:`ClientAverage`, by another rule than the mean; where nobody speaks nothing moves."""
 
-    def __init__(self, config: Config):
-        settings = config.federation
+    def __init__(self, size: int, device: torch.device, config: Config):
+        self.size, self.device, settings = size, device, config.federation
         self.rule, self.hostile, self.most = RULES[chosen_rule(config)], settings.hostile, settings.max_share
         self.rows: list[torch.Tensor] = []
         self.weights: list[float] = []
 
     def add(self, delta: torch.Tensor, weight: float) -> None:
-        self.rows.append(delta.float())
+        self.rows.append(delta.to(self.device, torch.float32))
         self.weights.append(float(weight))
 
     @property
@@ -98,6 +98,8 @@ class RobustClients:
         return sum(self.weights)
 
     def step(self) -> torch.Tensor:
+        if not self.rows:
+            return torch.zeros(self.size, device=self.device)
         rows = torch.stack(self.rows)  # [n, p]
         return self.rule(rows, capped(self.weights, self.most).to(rows), self.hostile)
 
@@ -109,17 +111,16 @@ class RobustExperts:
         owner = layout.expert_of_column.to(device)
         self.move = torch.zeros(layout.size, device=device)
         self.columns = [(owner == m).nonzero()[:, 0] for m in range(layout.experts + 1)]
-        self.parts = [RobustClients(config) for _ in self.columns]
+        self.parts = [RobustClients(len(columns), device, config) for columns in self.columns]
 
     def add(self, delta: torch.Tensor, counts: torch.Tensor, samples: float = 0.0) -> None:
         for columns, part, weight in zip(self.columns, self.parts, [*counts.tolist(), samples], strict=True):
             if weight > 0 and len(columns):
-                part.add(delta[columns].to(self.move), weight)
+                part.add(delta[columns], weight)
 
     def step(self) -> torch.Tensor:
         for columns, part in zip(self.columns, self.parts, strict=True):
-            if part.rows:
-                self.move[columns] = part.step()
+            self.move[columns] = part.step()
         return self.move
 
 
@@ -139,4 +140,4 @@ def expert_average(layout: AdapterLayout, device: torch.device, config: Config) 
 
 
 def client_average(size: int, device: torch.device, config: Config) -> ClientAverage | RobustClients:
-    return ClientAverage(size, device) if streams(config) else RobustClients(config)
+    return ClientAverage(size, device) if streams(config) else RobustClients(size, device, config)

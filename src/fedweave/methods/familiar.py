@@ -89,8 +89,11 @@ class Familiarity:
         """(router, φ [Q]) that know familiar prompts; as they came where there are too few prompts to tell."""
         heard = Receipts(bytes_up=receipts.bytes_up)
         told = [moments for _, moments in engine.ask(self.moments, engine.members, Message(), heard)]
+        if not told:
+            return router, phi
         lengths = torch.stack([products.trace() / n for n, _, products in told])  # mean squares
-        factors = (_LONGEST * lengths.median() / lengths).clamp(max=1.0)  # one site does not say what is familiar
+        # one site alone does not say what is familiar
+        factors = (_LONGEST * lengths.median() / lengths.clamp(min=1e-30)).clamp(max=1.0)
         rows = sum(n for n, _, _ in told)
         total = torch.stack([f.sqrt() * one for f, (_, one, _) in zip(factors, told, strict=True)]).sum(0)
         products = torch.stack([f * two for f, (_, _, two) in zip(factors, told, strict=True)]).sum(0)
@@ -109,6 +112,8 @@ class Familiarity:
         counts, heard = torch.zeros(_BINS), Receipts(bytes_up=receipts.bytes_up)
         for _, found in engine.ask(self.distances, engine.members, question, heard):
             counts += found
+        if not counts.any():  # nobody has said how far out familiar prompts lie: all are
+            return router, phi
         within = counts.cumsum(0) / counts.sum()
         bins = int((within < self.config.router.familiar).sum()) + 1
         router.views(phi)["familiar.limit"].fill_(bins * _WIDTH * mean_distance)
