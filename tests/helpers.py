@@ -192,8 +192,9 @@ def make_trainer(
     router: RouterLayout | None,
     dropout: float = 0.0,
     router_rate: float = 1e-2,
+    kind: type[LockstepTrainer] = LockstepTrainer,
     **training: float,
 ) -> tuple[LockstepTrainer, Mixture]:
     mixture = Mixture(backbone.linear_layers(TARGETS), layout, alpha=16.0)
     config = TrainingConfig(**{"lr": 1e-2, "clip": 1.0, **training})  # type: ignore[arg-type]
-    return LockstepTrainer(backbone, mixture, router, config, dropout, router_rate), mixture
+    return kind(backbone, mixture, router, config, dropout, router_rate), mixture

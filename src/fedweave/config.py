@@ -15,6 +15,7 @@ from fedweave.config_method import (
     AlignmentConfig,
     DiscoveryConfig,
     ExpertsConfig,
+    PrivacyConfig,
     RouterConfig,
     TrainingConfig,
     WarmStartConfig,
@@ -28,6 +29,7 @@ __all__ = [
     "AlignmentConfig",
     "DiscoveryConfig",
     "ExpertsConfig",
+    "PrivacyConfig",
     "RouterConfig",
     "TrainingConfig",
     "WarmStartConfig",
@@ -246,6 +248,7 @@ class Config:
     alignment: AlignmentConfig = field(default_factory=AlignmentConfig)
     training: TrainingConfig = field(default_factory=TrainingConfig)
     federation: FederationConfig = field(default_factory=FederationConfig)
+    privacy: PrivacyConfig = field(default_factory=PrivacyConfig)
     evaluation: EvaluationConfig = field(default_factory=EvaluationConfig)
 
 

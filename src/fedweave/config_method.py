@@ -137,6 +137,27 @@ class AlignmentConfig:
 
 
 @dataclass(frozen=True)
+class PrivacyConfig:
+    """Differential privacy (docs/privacy.md): what can be learned of one client, or of one example."""
+
+    level: Literal["none", "client", "example"] = setting(
+        "none",
+        "Whom noise protects: nobody, every client with all that it has, or every single example. It is added at "
+        "the client, so that the server is not trusted with it.",
+    )
+    epsilon: float = setting(
+        8.0, "What a whole run may spend, all steps together; the noise is solved from it.", low=1e-3, high=1e6
+    )
+    delta: float = setting(1e-5, "The probability that belongs to it.", low=1e-15, high=0.1)
+    clip: float = setting(
+        1.0,
+        "Longest contribution, as a norm: level=client, of all that a client sends in a step; level=example, of an "
+        "example's gradient over experts and router. Noise is in proportion to it.",
+        low=1e-9,
+    )
+
+
+@dataclass(frozen=True)
 class TrainingConfig:
     """Step 3: rounds of local training."""
 

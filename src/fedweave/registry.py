@@ -16,3 +16,11 @@ METHODS = {
     "centralised": "fedweave.methods.single:Centralised",
     "local-only": "fedweave.methods.single:LocalOnly",
 }
+
+# Methods with a guarantee of differential privacy: the questions before round 1 whose answers hold noise.
+PRIVATE: dict[str, tuple[str, ...]] = {
+    "fedweave": ("discover", "start", "warm"),
+    "without-prototype-expert": ("discover", "start", "warm"),
+    "fedlease": ("discover", "start"),
+    **dict.fromkeys(("fedit", "ffa-lora", "rolora", "fedsvd", "fedsa-lora"), ()),
+}

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from fedweave.errors import UserError, nearest
-from fedweave.registry import METHODS
+from fedweave.registry import METHODS, PRIVATE
 
 if TYPE_CHECKING:
     from fedweave.config import Config
@@ -41,5 +41,46 @@ def check_together(config: Config) -> None:
     for key, asked in alone.items():
         if asked and not experts.shared_rank:
             raise UserError(f"{key} needs a part that experts share: set experts.shared_rank, as in 32.")
+    if config.privacy.level != "none":
+        _check_private(config)
     if config.method not in METHODS:
         raise UserError(f"method={config.method!r} is unknown: {nearest(config.method, METHODS)}")
+
+
+def _check_private(config: Config) -> None:
+    """Whatever would tell of the data beside the clip and the noise."""
+    level, router = config.privacy.level, config.router
+    if config.method not in PRIVATE:
+        able = ", ".join(PRIVATE)
+        raise UserError(f"privacy.level={level} has no guarantee for method={config.method}; choose one of {able}.")
+    aligned = bool(PRIVATE[config.method])
+    clusters = aligned and config.method != "fedlease"
+    for broken, sentence in (
+        (
+            clusters and config.discovery.max_buckets > 1,
+            "needs discovery.max_buckets=1: how a client's prompts fall into buckets follows from all of them at "
+            "once, which no clip bounds",
+        ),
+        (
+            level == "client" and config.method == "fedlease",
+            "does not go with fedlease, whose routers vote by numbers of examples; use method=fedweave",
+        ),
+        (
+            level == "client" and aligned and not config.discovery.sketch,
+            "needs signatures that are sketches, of one length whatever was learned: set discovery.sketch, as in 4",
+        ),
+        (
+            aligned and config.experts.labels == "router",
+            "needs experts.labels=buckets: what the router makes of a client's prompts would be told",
+        ),
+        (
+            aligned and router.familiar < 1,
+            "needs router.familiar=1: sums of features would leave the clients",
+        ),
+        (
+            config.data.source == "sites" and bool(config.federation.repeats),
+            "needs federation.repeats=0: a round that is asked twice is spent twice",
+        ),
+    ):
+        if broken:
+            raise UserError(f"privacy.level={level} {sentence}.")

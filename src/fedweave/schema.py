@@ -112,7 +112,7 @@ class Refusal(TypedDict):
 
 
 class RoundFigures(TypedDict):
-    train_loss: float
+    train_loss: float | None  # None: under differential privacy nobody tells
     tokens: int
     participants: list[str]
     refused: list[Refusal]
@@ -121,6 +121,7 @@ class RoundFigures(TypedDict):
     bytes_down: int  # to each participant
     client_losses: dict[str, float]
     agreement: dict[str, float | None]  # cosine of a client's update with the others'
+    epsilon: NotRequired[float]  # spent so far, where there is differential privacy
 
 
 class RoundEvent(RoundFigures):
@@ -260,6 +261,17 @@ class Timing(TypedDict):
     peak_memory_bytes: int | None
 
 
+class PrivacyFigures(TypedDict):
+    """A run's differential privacy."""
+
+    level: str  # client or example
+    epsilon: float  # what it was solved for
+    delta: float
+    clip: float
+    noise: list[float]  # least and most over clients, in rounds, as multiples of the clip
+    spent: float  # ε of the client that has spent most
+
+
 class Summary(TypedDict):
     """summary.json: a run at its end."""
 
@@ -279,6 +291,7 @@ class Summary(TypedDict):
     rounds: int
     ended_early: NotRequired[bool]  # True where training.patience ran out for good
     communication: Communication
+    privacy: NotRequired[PrivacyFigures]
     validation: Chosen
     audit: Audit | None
     kind_audit: NotRequired[Audit]

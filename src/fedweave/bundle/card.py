@@ -46,7 +46,7 @@ def model_card(model: FedWeaveModel, origin: Origin, told: Experts | None = None
         *(_experts(told) if told else []),
         *_data(origin),
         *_results(origin, model.backbone.note),
-        *_privacy(config),
+        *_privacy(config, origin.summary),
         *how_a_prompt_looks(model.backbone.prompts, template),
         *_loading(origin.base, model, template),
     ]
@@ -215,12 +215,23 @@ def _sites(measured: ValidationEvent) -> list[str]:
             f"| all sites | {measured['loss']:.3f} |", ""]  # fmt: skip
 
 
-def _privacy(config: Config) -> list[str]:
+def _privacy(config: Config, summary: Summary | None) -> list[str]:
+    private = config.privacy
+    said = "No differential privacy and no secure aggregation were applied."
+    if private.level != "none":
+        found = summary.get("privacy") if summary else None
+        spent = f", of which ε = {found['spent']:.2f} was spent" if found else ""
+        whom = {"client": "client, with all that it has", "example": "single training example"}[private.level]
+        said = (
+            f"Noise was added at the clients for the differential privacy of every {whom}: at most ε = "
+            f"{private.epsilon:g} at δ = {private.delta:g} over all steps together{spent}. No secure "
+            "aggregation was applied."
+        )
     return [
         "## Privacy",
         "",
         "Prompts, features and labels stayed with their clients; expert and router updates and bucket signatures "
-        "were shared in the clear. No differential privacy and no secure aggregation were applied.",
+        f"were shared{' in the clear' if private.level == 'none' else ''}. {said}",
         "",
     ]
 

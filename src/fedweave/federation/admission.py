@@ -17,6 +17,7 @@ from fedweave.errors import first_line
 from fedweave.federation.client import Member
 from fedweave.federation.message import Facts, Message, NoAnswer, Refused, dtype_name
 from fedweave.federation.precision import Spec, decode, encoded_specs
+from fedweave.federation.private import noised_reach
 from fedweave.federation.steps import Asked, Figure, Part, R, Reply
 
 _REMEMBERED_ROUNDS = 8
@@ -150,7 +151,9 @@ class Door(Generic[R]):
         """The tightest limit on a norm, and its name."""
         federation = self.config.federation
         if federation.norm_limit == "auto":
-            limits = [self.step.reach(asked, limit, size)]
+            private = self.config.privacy.level == "client"
+            reach = noised_reach(self.config, self.step.name, size) if private else None
+            limits = [reach or self.step.reach(asked, limit, size)]
         else:
             limits = [(float(federation.norm_limit), "federation.norm_limit")]
         recent = self.receipts.recent.get(limit, [])

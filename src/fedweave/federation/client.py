@@ -104,6 +104,7 @@ class Client:
     note: str = ""
     memory: Memory = field(default_factory=Memory)
     held: ClientData | None = None  # what a site validates on
+    secret: int = 0  # of its noise, another for every question; a simulation has nobody to hide it from
 
     @property
     def name(self) -> str:

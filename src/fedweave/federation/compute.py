@@ -21,6 +21,7 @@ from fedweave.streams import stream_key
 from fedweave.training.batch import Lane
 from fedweave.training.lockstep import LaneResult, LockstepTrainer
 from fedweave.training.memory import lanes_that_fit
+from fedweave.training.private import PrivateTrainer
 
 _IN_MEMORY = 1 << 25  # bytes of vectors; more go to disk
 
@@ -104,9 +105,8 @@ class Compute:
         if last is None or last.mixture is not mixture or last.router != router or last.config != training:
             if last is not None:
                 last.release()
-            last = LockstepTrainer(
-                self.backbone, mixture, router, training, config.experts.dropout, config.router.lr
-            )
+            trainer = PrivateTrainer if config.privacy.level == "example" else LockstepTrainer
+            last = trainer(self.backbone, mixture, router, training, config.experts.dropout, config.router.lr)
             last.warn = self.console.warn
             self._trainer = last
         return last

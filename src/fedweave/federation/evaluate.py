@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from fedweave.federation.method import Method
 
 _MOST = 1e4  # nats: more than any vocabulary can cost
+_PRIVATE = 10.0  # nats: under differential privacy no example counts for more
 _LONGEST = 3.0  # times the median of all sites: a site's mean loss that is believed
 
 
@@ -77,15 +78,20 @@ class Evaluate(Step[Loss]):
             weights = state.weights(held.features)
             gates = state.gates(weights, self.method.selection)
             losses = compute.losses(state.layout, theta, held.examples, gates)
+            private = self.method.config.privacy.level
+            if private != "none":
+                losses = losses.clamp(max=_PRIVATE)
+            if private == "client":  # which counts as one, whatever it has
+                losses = losses.mean(0, keepdim=True)
             entropy = max(0.0, -(weights.clamp(min=1e-12).log() * weights).sum().item())
             yield Answer(figures={"total": losses.sum().item(), "entropy": entropy, "count": len(held)})
 
     def figures(self, asked: Asked) -> dict[str, Figure]:
         most = self.method.config.federation.max_samples
         return {
-            "total": Figure(float, 0, _MOST * most, summed=True),
-            "entropy": Figure(float, 0, _MOST * most, summed=True),
-            "count": Figure(int, 0, most, summed=True),
+            "total": Figure(float, 0, _MOST * most, summed=True, spread=_PRIVATE),
+            "entropy": Figure(float, 0, _MOST * most, summed=True, veil=0.0),
+            "count": Figure(int, 0, most, summed=True, examples=True),
         }
 
     def read(self, asked: Asked, parts: dict[str, torch.Tensor], figures: Facts) -> Loss:

@@ -12,6 +12,7 @@ from fedweave.config import Config
 from fedweave.federation.client import RESIDUAL, Client
 from fedweave.federation.message import Facts, Message
 from fedweave.federation.precision import decode, encode
+from fedweave.federation.private import Noise
 from fedweave.federation.steps import Answer, Asked, Reply
 
 # What is done to an answer on its way out. A filter may change numbers; names and shapes stay those of the step.
@@ -20,7 +21,7 @@ Filter = Callable[[Reply, Asked, Client, Answer], Answer]
 
 def filters(config: Config) -> list[Filter]:
     """What everything passes, in this order, before it is rounded and sent."""
-    return []
+    return [] if config.privacy.level == "none" else [Noise(config)]
 
 
 class Exit:

@@ -22,9 +22,11 @@ from fedweave.experts.layout import AdapterLayout
 from fedweave.federation.client import Client, Member
 from fedweave.federation.compute import Compute
 from fedweave.federation.evaluate import Evaluate
+from fedweave.federation.private import shielded
 from fedweave.federation.state import Broadcast, ServerState
 from fedweave.federation.steps import Step
 from fedweave.federation.train import Train, Update
+from fedweave.privacy.budget import accounting
 from fedweave.router.mlp import RouterLayout
 from fedweave.router.routed import RoutedExperts
 from fedweave.training.batch import Lane
@@ -81,6 +83,8 @@ class Method(ABC):
         if config.init and not self.continues:
             raise UserError(f"method={config.method} cannot start from a bundle; leave init empty.")
         self.config = config
+        if config.privacy.level != "none":
+            accounting()
         self.train, self.evaluate = Train(self), Evaluate(self)
 
     def steps(self) -> list[Step]:
@@ -126,7 +130,8 @@ class Method(ABC):
         schedule = local_schedule(pools, self.local_steps(client), batch_size, self.config.seed, t, client.index)
         phi = state.phi[0] if state.phi is not None else None
         even = self.config.training.weighting == "example"
-        return Lane(client.data, schedule, state.theta, phi, (self.config.seed, t, client.index), even=even)
+        lane = Lane(client.data, schedule, state.theta, phi, (self.config.seed, t, client.index), even=even)
+        return shielded(lane, self.config, client, self.train.name, batch_size)
 
     def counts(self, client: Client, state: RoutedExperts) -> torch.Tensor:
         """n(i,m), [M]: the examples with which client i speaks for each expert; a pool without steps is silent."""

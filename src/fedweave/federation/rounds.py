@@ -111,7 +111,8 @@ class RoundReport:
     def listen(self, replies: Iterator[tuple[Member, Update]]) -> Iterator[Update]:
         """Hand updates on, one by one, and take down what the report says of them."""
         for member, update in replies:
-            self.losses[member.name] = float(np.mean(update.losses))
+            if update.losses:  # under differential privacy nobody tells
+                self.losses[member.name] = float(np.mean(update.losses))
             self.tokens += update.tokens
             self.agreement.add(update)
             yield update
@@ -126,5 +127,5 @@ class RoundReport:
         return {name: count for name, count in after.items() if count}
 
     @property
-    def train_loss(self) -> float:
-        return float(np.mean(list(self.losses.values())))
+    def train_loss(self) -> float | None:
+        return float(np.mean(list(self.losses.values()))) if self.losses else None

@@ -16,7 +16,7 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Generic, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 import torch
 
@@ -56,6 +56,10 @@ class Figure:
     high: float = math.inf
     length: tuple[int, int] | None = None  # of a list; None: a single value
     summed: bool = False
+    # Under differential privacy (:mod:`fedweave.federation.private`):
+    veil: Any = None  # what leaves in its place
+    examples: bool = False  # a number of examples: one where whole clients are protected, known otherwise
+    spread: float = 0.0  # how far one client, or one example, can move it; noise is in proportion to that
 
 
 @dataclass(frozen=True)

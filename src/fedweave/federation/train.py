@@ -93,10 +93,10 @@ class Train(Step[Update]):
         examples = min(len(asked.member), self.config.federation.max_samples)
         experts = asked.question.facts["experts"]
         return {
-            "samples": Figure(int, 1, examples),
-            "counts": Figure(int, 0, examples, (experts, experts), summed=True),
-            "losses": Figure(float, length=(1, 1_000_000)),
-            "tokens": Figure(int, 0, 2**53),
+            "samples": Figure(int, 1, examples, examples=True),
+            "counts": Figure(int, 0, examples, (experts, experts), summed=True, examples=True),
+            "losses": Figure(float, length=(0, 1_000_000), veil=[]),
+            "tokens": Figure(int, 0, 2**53, veil=0),
         }
 
     def parts(self, asked: Asked, figures: Facts) -> dict[str, Part]:

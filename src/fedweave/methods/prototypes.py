@@ -18,6 +18,7 @@ from fedweave.federation.client import Client
 from fedweave.federation.compute import Compute, VectorBuffer
 from fedweave.federation.message import Facts, Message, Refused
 from fedweave.federation.method import Method
+from fedweave.federation.private import shielded
 from fedweave.federation.steps import Answer, Asked, Figure, Part, Step, adam_reach
 from fedweave.federation.train import EXPERTS, expert_name
 from fedweave.streams import stream_key
@@ -75,7 +76,8 @@ class Discover(Step[Prototypes]):
                 batches = islice(
                     bucket_batches(bucket, discovery.warmup_batch, stream_key(*key)), discovery.warmup_steps
                 )
-                lanes.append(Lane(client.data, list(batches), start, None, key))
+                lane = Lane(client.data, list(batches), start, None, key)
+                lanes.append(shielded(lane, self.config, client, self.name, discovery.warmup_batch))
                 owners.append(client)
         compute.adapters = VectorBuffer(signer.layout.size)
         # a few steps, once: to record them would take longer than to run them
@@ -93,10 +95,10 @@ class Discover(Step[Prototypes]):
     def figures(self, asked: Asked) -> dict[str, Figure]:
         most = max(1, self.config.discovery.max_buckets)
         return {
-            "sizes": Figure(int, 1, self.config.federation.max_samples, (1, most)),
-            "note": Figure(str, high=200),
-            "tried": Figure(int, 0, most, (0, most)),
-            "silhouettes": Figure(float, -1.0, 1.0, (0, most)),
+            "sizes": Figure(int, 1, self.config.federation.max_samples, (1, most), examples=True),
+            "note": Figure(str, high=200, veil=""),
+            "tried": Figure(int, 0, most, (0, most), veil=[]),
+            "silhouettes": Figure(float, -1.0, 1.0, (0, most), veil=[]),
         }
 
     def parts(self, asked: Asked, figures: Facts) -> dict[str, Part]:
@@ -127,6 +129,8 @@ class StartExperts(Step[Start]):
 
     def answer(self, compute: Compute, clients: Sequence[Client], question: Message) -> Iterator[Answer]:
         missing = [c for c in clients if compute.adapters is None or c.index not in compute.adapters]
+        if missing and self.config.privacy.level == "example" and any(client.secret for client in missing):
+            raise UserError("its warmup adapters are gone, and a second warmup would be spent a second time.")
         if missing:  # a site that was away in between
             for _ in self.discover.warm_up(compute, missing):
                 pass

@@ -24,11 +24,15 @@ from fedweave.federation.client import Client
 from fedweave.federation.compute import Compute
 from fedweave.federation.engines.base import Engine
 from fedweave.federation.message import Facts, Message
+from fedweave.federation.private import shield_of
 from fedweave.federation.state import read_router, router_facts
 from fedweave.federation.steps import Answer, Asked, Figure, Part, Step, adam_reach
 from fedweave.federation.train import ROUTER
 from fedweave.router.mlp import RouterLayout
 from fedweave.streams import stream_key
+from fedweave.training.batch import Shield
+from fedweave.training.private import noised
+from fedweave.training.schedule import drawn_schedule
 
 
 class WarmRouter(Step[tuple[torch.Tensor, int]]):
@@ -45,15 +49,23 @@ class WarmRouter(Step[tuple[torch.Tensor, int]]):
         assert router is not None
         seed, t = self.config.seed, facts["t"]
         lessons = [
-            LabelledFeatures(client.data.features, client.example_experts(), (seed, t, client.index))
+            LabelledFeatures(
+                client.data.features, client.example_experts(), key, self._shield(client, settings.batch_size, key)
+            )
             for client in clients
+            for key in [(seed, t, client.index)]
         ]
         deltas = warm_start_clients(router, phi, lessons, settings, facts["contrast"])
         for client, delta in zip(clients, deltas, strict=True):
             yield Answer({ROUTER: delta}, {"samples": len(client)})
 
+    def _shield(self, client: Client, batch: int, key: tuple[int | str, ...]) -> Shield | None:
+        private = self.config.privacy.level == "example"
+        return shield_of(self.config, client, self.name, batch, key) if private else None
+
     def figures(self, asked: Asked) -> dict[str, Figure]:
-        return {"samples": Figure(int, 1, min(len(asked.member), self.config.federation.max_samples))}
+        most = min(len(asked.member), self.config.federation.max_samples)
+        return {"samples": Figure(int, 1, most, examples=True)}
 
     def parts(self, asked: Asked, figures: Facts) -> dict[str, Part]:
         router = read_router(asked.question.facts)
@@ -98,6 +110,7 @@ class LabelledFeatures:
     features: torch.Tensor  # [n, d]
     experts: torch.Tensor  # [n] a(i,c) of every example's bucket
     key: tuple[int | str, ...]  # names this client and round
+    shield: Shield | None = None  # of its single examples; all clients have one or none has
 
 
 def contrast_of(assignments: Sequence[Sequence[int]], experts: int, asked: str = "auto") -> str:
@@ -123,34 +136,59 @@ def warm_start_clients(
     device, count = phi.device, len(clients)
     features = torch.cat([p.features for p in clients]).to(device)
     experts = torch.cat([p.experts for p in clients]).to(device)
-    index, weight = _batches([len(p.features) for p in clients], [p.key for p in clients], config)
+    shields = [p.shield for p in clients if p.shield is not None]
+    index, weight = _drawn(clients, config.steps) if shields else _batches(clients, config)
     absent = None
     if contrast == "own":
         own = [torch.bincount(p.experts, minlength=layout.experts) for p in clients]
         absent = (torch.stack(own) == 0)[:, None].to(device)  # [K, 1, M]
     local = phi.repeat(count, 1).requires_grad_()  # [K, Q]
     optimiser = torch.optim.AdamW([local], lr=config.lr, weight_decay=0.0)
-    for rows, share in zip(index.to(device), weight.to(device), strict=True):  # [K, b]
+    for step, (rows, share) in enumerate(zip(index.to(device), weight.to(device), strict=True)):  # [K, b]
         logits = layout.logits(layout.views(local), features[rows])  # [K, b, M]
         if absent is not None:
             logits = logits.masked_fill(absent, float("-inf"))
+        if shields:
+            with torch.no_grad():
+                errors = logits.softmax(-1) - F.one_hot(experts[rows], layout.experts)
+                norms = layout.gradient_norms(layout.views(local), features[rows], errors)
+                share = share * (shields[0].clip / (norms + 1e-6)).clamp(max=1.0)
         losses = F.cross_entropy(logits.flatten(0, 1), experts[rows].flatten(), reduction="none").view_as(share)
         optimiser.zero_grad()
         (losses * share).sum().backward()
+        if shields and local.grad is not None:
+            local.grad = noised(local.grad, shields, step, "phi")
         optimiser.step()
     return local.detach() - phi
 
 
-def _batches(
-    sizes: Sequence[int], keys: Sequence[tuple[int | str, ...]], config: WarmStartConfig
-) -> tuple[torch.Tensor, torch.Tensor]:
+def _drawn(clients: Sequence[LabelledFeatures], steps: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """As :func:`_batches`, where every example is drawn by itself, and has weight 1."""
+    firsts = np.cumsum([0, *(len(p.features) for p in clients)])
+    drawn = []
+    for p in clients:
+        assert p.shield is not None
+        count = len(p.features)
+        drawn.append(drawn_schedule(np.arange(count), steps, p.shield.expected / count, p.shield.key))
+    widest = max(1, *(len(batch) for own in drawn for batch in own))
+    index = np.repeat(firsts[None, :-1, None], steps, 0).repeat(widest, 2)  # [steps, K, widest]
+    weight = np.zeros(index.shape, dtype=np.float32)
+    for k, own in enumerate(drawn):
+        for step, batch in enumerate(own):
+            index[step, k, : len(batch)] += batch
+            weight[step, k, : len(batch)] = 1.0
+    return torch.from_numpy(index), torch.from_numpy(weight)
+
+
+def _batches(clients: Sequence[LabelledFeatures], config: WarmStartConfig) -> tuple[torch.Tensor, torch.Tensor]:
     """Rows of all steps [steps, K, b] in the joined features, and their weights: a small client's batch is filled
     up with its first row, of weight 0."""
+    sizes = [len(p.features) for p in clients]
     widest = min(config.batch_size, max(sizes))
     index = np.zeros((config.steps, len(sizes), widest), dtype=np.int64)
     weight = np.zeros(index.shape, dtype=np.float32)
     first = 0
-    for k, (size, key) in enumerate(zip(sizes, keys, strict=True)):
+    for k, (size, key) in enumerate(zip(sizes, [p.key for p in clients], strict=True)):
         rng, batch = np.random.default_rng(stream_key("warm-start", *key)), min(size, widest)
         index[:, k] = first
         for step in range(config.steps):

@@ -106,7 +106,8 @@ def _frame_training(ax: Axes, curves: Named) -> str:
 
 def training_loss(run: RunRecord) -> Picture | None:
     """Local training loss: the mean, and every client behind it."""
-    if not run.rounds:
+    mean = {e["round"]: [e["train_loss"]] for e in run.rounds if e["train_loss"] is not None}
+    if not mean:
         return None
     figure, ax = canvas()
     clients: dict[str, dict[int, float]] = {}
@@ -116,7 +117,6 @@ def training_loss(run: RunRecord) -> Picture | None:
     for i, curve in enumerate(clients.values()):
         label = "one client" if i == 0 else None
         ax.plot(list(curve), list(curve.values()), color=MUTED, alpha=0.45, linewidth=1, label=label)
-    mean = {e["round"]: [e["train_loss"]] for e in run.rounds}
     band(ax, mean, "mean of participants", color=PALETTE[0], linewidth=2.4)
     ax.set_ylabel("training loss")
     whole_rounds(ax)

@@ -85,8 +85,8 @@ def _losses(run: RunRecord) -> str:
             curves.setdefault(name, []).append(loss)
     if "all sites" in curves:  # below those that joined later, too
         curves["all sites"] = curves.pop("all sites")
-    if run.rounds:
-        curves["training"] = [event["train_loss"] for event in run.rounds]
+    if told := [event["train_loss"] for event in run.rounds if event["train_loss"] is not None]:
+        curves["training"] = told
     rows = [
         [name, f"{values[0]:.3f}", f"{min(values):.3f}", f"{values[-1]:.3f}", sparkline(values)]
         for name, values in curves.items()

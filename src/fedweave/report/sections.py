@@ -20,7 +20,7 @@ from fedweave.report.groups import Group
 from fedweave.report.parts import Section, Table
 from fedweave.report.worth import was_it_worth_it
 from fedweave.runs.reading import RunRecord
-from fedweave.runs.text import AUDIT, FEW_TASKS, audit_rows, rows_of
+from fedweave.runs.text import AUDIT, FEW_TASKS, audit_rows, privacy_text, rows_of
 from fedweave.schema import ClientFigures, Tested
 
 _AT_HOME = "the sites keep it to themselves."
@@ -266,6 +266,8 @@ def _what_was_run(groups: Sequence[Group], lead: RunRecord) -> Section:
         section.folded.append({"title": f"all {len(rows)} runs", "text": table(header, rows)})
     else:
         section.tables.append(Table(header, rows))
+    if lead.summary and "privacy" in lead.summary:
+        section.intro = f"{privacy_text(lead.summary['privacy']).capitalize()}."
     config = (lead.path / "config.yaml").read_text(encoding="utf-8")
     section.folded.append({"title": f"config.yaml of {lead.path}", "text": config})
     if lead.summary:
@@ -306,5 +308,7 @@ def cards(groups: Sequence[Group]) -> list[dict[str, str]]:
     card("global purity", f"{audit['global']['purity']:.2f}" if audit else None)
     card("rounds", f"{lead.completed} of {lead.config.training.rounds}")
     card("clients", str(len(clients or lead.manifest.get("clients", {}))))
+    spent = [event["epsilon"] for event in lead.rounds if "epsilon" in event]
+    card("privacy spent", f"ε {spent[-1]:.2f}" if spent else None)
     card("time", duration(lead.summary["timing"]["total_s"]) if lead.summary else None)
     return made

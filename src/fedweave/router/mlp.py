@@ -76,6 +76,19 @@ class RouterLayout:
         hidden = F.gelu(torch.baddbmm(b1[:, None], self.inputs(features), w1.transpose(1, 2)))  # [K, S, h]
         return torch.baddbmm(b2[:, None], hidden, w2.transpose(1, 2))
 
+    def gradient_norms(
+        self, views: dict[str, torch.Tensor], features: torch.Tensor, errors: torch.Tensor
+    ) -> torch.Tensor:
+        """Length of every example's own gradient, [K, S]; errors [K, S, M] are its loss's slopes by its logits. A
+        layer's gradient is an outer product of what went in and the slope of what came out."""
+        w1, b1, w2, _ = list(views.values())[:4]
+        x = self.inputs(features)
+        before = torch.baddbmm(b1[:, None], x, w1.transpose(1, 2))  # [K, S, h]
+        slope = torch.special.ndtr(before) + before * torch.exp(-before.square() / 2) / math.sqrt(2 * math.pi)
+        inner = (errors @ w2) * slope
+        squares = errors.square().sum(-1) * (F.gelu(before).square().sum(-1) + 1)
+        return (squares + inner.square().sum(-1) * (x.square().sum(-1) + 1)).sqrt()
+
     def route(self, phi: torch.Tensor, features: torch.Tensor) -> torch.Tensor:
         """One router's weights: phi [Q], features [n, d] to [n, M]; a row of zeros is a prompt like none before."""
         weights = self.logits(self.views(phi[None]), features[None])[0].softmax(-1)

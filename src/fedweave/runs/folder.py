@@ -25,6 +25,7 @@ from fedweave.federation.checkpoint import (
 from fedweave.federation.state import ServerState
 from fedweave.files import atomic_folder, file_sha256, remove_folder
 from fedweave.json_files import Damaged, read_json, sealed, write_json
+from fedweave.privacy.budget import planned
 from fedweave.runs.lock import locked, require_unlocked
 from fedweave.runs.loggers import Loggers
 from fedweave.runs.reading import resume_command
@@ -94,7 +95,11 @@ class RunFolder:
             key = item.partition("=")[0]
             if not is_one_of(key, free):
                 raise UserError(f"{key} is fixed for a run; only {', '.join(free)} may change.")
-        return cls(path), load_config(path / "config.yaml", overrides)
+        config = load_config(path / "config.yaml", overrides)
+        before = load_config(path / "config.yaml")
+        if before.privacy.level != "none" and planned(config) != planned(before):
+            raise UserError("a run with differential privacy keeps its rounds: its noise was solved for them.")
+        return cls(path), config
 
     @contextmanager
     def session(self, config: Config) -> Iterator[None]:
@@ -185,6 +190,7 @@ class RunFolder:
             "shares": state.shares,
             "norms": state.norms,
             "doubts": state.doubts,
+            "answered": context.engine.answered,
             "report": state.report,
             "clients": [client.record() for client in context.engine.members],
             "metrics_bytes": self.metrics.stat().st_size,
@@ -241,6 +247,7 @@ class RunFolder:
         meta = snapshot.meta
         self._rewind(meta)
         context.engine.restore(meta["clients"], snapshot.tensors)
+        context.engine.answered.update(meta.get("answered", {}))
         return Progress.of(snapshot, context.engine.layers, context.backbone.device)
 
     def _rewind(self, meta: CheckpointMeta) -> None:

@@ -188,7 +188,9 @@ def scalars(event: Event) -> dict[str, float]:
     """An event as names with slashes: train/loss, validation/loss/gsm8k, experts/load/0, client/a/loss."""
     out: dict[str, float] = {}
     if event["event"] == "round":
-        out |= {"train/loss": event["train_loss"], "train/tokens": event["tokens"]}
+        out |= {"train/tokens": event["tokens"]}
+        if event["train_loss"] is not None:
+            out["train/loss"] = event["train_loss"]
         out["communication/up_mb"] = sum(event["bytes_up"].values()) / 1e6
         out["communication/down_mb"] = len(event["participants"]) * event["bytes_down"] / 1e6
         if len(event["client_losses"]) <= _MANY_CLIENTS:

@@ -13,6 +13,7 @@ from fedweave.description.record import read_experts
 from fedweave.errors import UserError
 from fedweave.evaluation.losses import example_losses
 from fedweave.federation.engines.distributed import world
+from fedweave.federation.private import privacy_figures
 from fedweave.federation.rounds import RoundReport, federate
 from fedweave.federation.state import ServerState
 from fedweave.files import write_atomic
@@ -25,9 +26,9 @@ from fedweave.runs.loggers import open_loggers, require_loggers
 from fedweave.runs.records import label_record, prompt_map, round_record, validation_record
 from fedweave.runs.summary import peak_memory, served_models, summarise
 from fedweave.runs.testing import answer_scores
-from fedweave.runs.text import summary_text
+from fedweave.runs.text import privacy_text, summary_text
 from fedweave.runs.workspace import Kept, Prepared, Workspace, prepare
-from fedweave.schema import LabelRecord, PromptMap, Summary, ValidationFigures
+from fedweave.schema import LabelRecord, PrivacyFigures, PromptMap, Summary, ValidationFigures
 
 
 def start(config: Config, output: Path, console: Console, kept: Kept | None = None) -> Summary | None:
@@ -203,6 +204,8 @@ def carry_out(run: RunFolder, context: RunContext, console: Console, started: fl
         console.say(f"resuming after round {progress.completed}")
         if not run.has_discovery():
             _record_discovery(run, context, progress.state, console)
+    if context.config.privacy.level != "none":
+        console.say(privacy_text(_private(context)))
     live.begin_rounds(progress.completed)
     bar = console.progress("rounds", context.config.training.rounds, "rounds")
     bar.advance(progress.completed)
@@ -210,13 +213,17 @@ def carry_out(run: RunFolder, context: RunContext, console: Console, started: fl
     def after_round(state: ServerState, report: RoundReport) -> ServerState:
         """Validate, remember the best or go back to it, save."""
         completed = report.t + 1
-        run.log({"event": "round", "round": completed, **round_record(report)})
+        figures = round_record(report)
+        note = "" if report.train_loss is None else f"train loss {report.train_loss:.3f}, "
+        if context.config.privacy.level != "none":
+            figures["epsilon"] = _private(context)["spent"]
+            note += f"ε {figures['epsilon']:.2f} spent, "
+        run.log({"event": "round", "round": completed, **figures})
         rounds, every = context.config.training.rounds, context.config.evaluation.every
-        note = f"train loss {report.train_loss:.3f}"
         progress.state, progress.completed, verdict = state, completed, ON
         if completed % every == 0 or completed == rounds:
             loss = _validate(context, state, run, completed)
-            note += f", validation {loss:.3f}"
+            note += f"validation {loss:.3f}"
             verdict = judge(progress, loss, context.config.training.patience)
         follow(progress, agreed(verdict), context.engine)
         if verdict in (BACK, END):
@@ -226,7 +233,7 @@ def carry_out(run: RunFolder, context: RunContext, console: Console, started: fl
         progress.seconds = earlier + time.monotonic() - started
         run.save(context, progress)
         live.round_done()
-        bar.advance(1, note)
+        bar.advance(1, note.removesuffix(", "))
         return progress.state
 
     remaining = rounds_left(progress, context.config.training.rounds)
@@ -234,6 +241,8 @@ def carry_out(run: RunFolder, context: RunContext, console: Console, started: fl
     bar.close()
     training_seconds = progress.seconds
     summary = context.summarise(run, progress, console)
+    if context.config.privacy.level != "none":
+        summary["privacy"] = _private(context)
     context.close()
     summary["timing"] = {
         "until_last_round_s": round(training_seconds, 2),
@@ -247,6 +256,10 @@ def carry_out(run: RunFolder, context: RunContext, console: Console, started: fl
     live.finish()
     console.say(summary_text(summary, read_experts(run.path)))
     return summary
+
+
+def _private(context: RunContext) -> PrivacyFigures:
+    return privacy_figures(context.config, context.engine.members, context.engine.answered)
 
 
 def _validate(context: RunContext, state: ServerState, run: RunFolder, completed: int) -> float:

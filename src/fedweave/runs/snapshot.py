@@ -58,6 +58,7 @@ class CheckpointMeta(TypedDict):
     shares: list[float]
     norms: dict[str, list[float]]
     doubts: NotRequired[dict[str, int]]
+    answered: NotRequired[dict[str, dict[str, int]]]  # client -> question -> how often it was asked
     report: dict[str, object]  # an AlignmentReport
     clients: list[dict[str, object]]  # as they record themselves
     metrics_bytes: int  # length of metrics.jsonl

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from fedweave.console import columns_of, shade, table
 from fedweave.description.record import Experts, title
 from fedweave.description.text import words_of
-from fedweave.schema import Audit, ByTask, Summary, Tested
+from fedweave.schema import Audit, ByTask, PrivacyFigures, Summary, Tested
 
 AUDIT = ["purity", "NMI", "ARI"]
 FEW_TASKS = 12  # so many have a place each in tables of all of them; of more one reads means
@@ -43,10 +43,23 @@ def summary_text(summary: Summary, experts: Experts | None = None) -> str:
     if summary["audit"]:
         audits = audit_rows(summary["audit"], summary.get("kind_audit"))
         parts += ["", table(["alignment audit", *AUDIT], audits)]
+    if "privacy" in summary:
+        parts += ["", privacy_text(summary["privacy"])]
     parts += [""] + [f"note: {note}" for note in summary["notes"]]
     if "timing" in summary:
         parts.append(f"time: {summary['timing']['total_s']:.0f} s")
     return "\n".join(parts)
+
+
+def privacy_text(private: PrivacyFigures) -> str:
+    """A guarantee and what is spent of it, as one line."""
+    low, high = private["noise"]
+    noise = f"{low:.3g}" if high - low < 0.01 * high else f"{low:.3g} to {high:.3g}"
+    whom = "client with all that it has" if private["level"] == "client" else "single example"
+    return (
+        f"differential privacy of every {whom}: ε ≤ {private['epsilon']:g} at δ = {private['delta']:g}, "
+        f"{private['spent']:.2f} spent; noise {noise} times the clip of {private['clip']:g}"
+    )
 
 
 def results_table(tested: Tested, titles: Mapping[str, str], bare: ByTask | None = None, what: str = "test") -> str:

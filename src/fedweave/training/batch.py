@@ -35,6 +35,16 @@ class ClientData:
         return len(self.examples)
 
 
+@dataclass(frozen=True)
+class Shield:
+    """Example-level privacy of one lane (:mod:`fedweave.training.private`)."""
+
+    noise: float  # standard deviation in a step's sum of gradients, as a multiple of the clip
+    clip: float  # longest gradient of one example
+    expected: float  # examples of a step
+    key: int  # of the noise
+
+
 @dataclass
 class Lane:
     """One independent training job: a client with its experts and router, or a bucket with its warmup adapter."""
@@ -47,6 +57,7 @@ class Lane:
     trainable: torch.Tensor | None = None  # [P] bool; None trains all columns
     gates: torch.Tensor | None = None  # [n, M] of every example, where no router makes them
     even: bool = False  # every example of a step counts alike, whatever its answer's length
+    shield: Shield | None = None  # what protects its single examples
 
     def examples(self, step: int) -> list[Encoded]:
         """What it reads in a step; nothing once its schedule has ended."""

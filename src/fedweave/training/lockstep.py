@@ -148,13 +148,17 @@ class LaneGroup:
         """How far a lane has come: its experts and its router."""
         return self.experts.delta(lane), self.routers.delta(lane) if self.routers is not None else None
 
-    def step(self, batch: StepBatch) -> torch.Tensor:
-        """One optimiser step of every lane; returns their losses, [K]."""
+    def backward(self, batch: StepBatch) -> torch.Tensor:
+        """Every lane's loss, [K]; their gradients are there to collect."""
         losses = self.trainer.lane_losses(batch, self.experts, self.routers, self.size, self.gated)
         with warnings.catch_warnings():  # rows of a matrix are no dense tensors, and need not be
             warnings.filterwarnings("ignore", message="grad and param do not obey the gradient layout")
             losses.sum().backward()
-        config = self.trainer.config
+        return losses.detach()
+
+    def step(self, batch: StepBatch) -> torch.Tensor:
+        """One optimiser step of every lane; returns their losses, [K]."""
+        losses, config = self.backward(batch), self.trainer.config
         clip_lanes([part.collect() for part in self.parts], config.clip)
         if config.weight_decay:
             for part, group in zip(self.parts, self.optimiser.param_groups, strict=True):
@@ -162,7 +166,7 @@ class LaneGroup:
         self.optimiser.step()
         for part in self.parts:
             part.refresh()
-        return losses.detach()
+        return losses
 
 
 class LockstepTrainer:

@@ -57,13 +57,15 @@ def lanes_that_fit(backbone: Backbone, lanes: Sequence[Lane], asked: int | str) 
     if asked != "auto":
         return Fit(int(asked), f"training.clients_per_step={asked}")
     mean = float(np.mean([len(e.ids) for lane in lanes for e in lane.data.examples]))
-    tokens = mean * max(len(step) for lane in lanes for step in lane.schedule)  # of one lane's step
+    longest = max(1, *(len(step) for lane in lanes for step in lane.schedule))
+    tokens = mean * longest  # of one lane's step
     config = backbone.model.config.get_text_config()
     per_token = activation_numbers(config, backbone.decoder is not None) * backbone.head.element_size()
     if backbone.device.type != "cuda":
         limit = cpu_tokens(per_token)
         return Fit(max(1, int(limit / tokens)), f"{limit} tokens in a step")
     parameters = lanes[0].theta.numel() + (lanes[0].phi.numel() if lanes[0].phi is not None else 0)
+    parameters *= longest if lanes[0].shield is not None else 1  # every example has a gradient of its own
     each = tokens * per_token + _PER_PARAMETER * parameters
     free, _ = torch.cuda.mem_get_info(backbone.device)
     free += torch.cuda.memory_reserved(backbone.device) - torch.cuda.memory_allocated(backbone.device)

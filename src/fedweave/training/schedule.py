@@ -62,6 +62,12 @@ def bucket_batches(bucket: np.ndarray, batch_size: int, key: int) -> Iterator[np
             yield shuffled[start : start + batch_size]
 
 
+def drawn_schedule(pool: np.ndarray, steps: int, rate: float, key: int) -> list[np.ndarray]:
+    """Batches to which every example of the pool belongs with this probability, by itself."""
+    rng = np.random.default_rng(key)
+    return [pool[rng.random(len(pool)) < rate] for _ in range(steps)]
+
+
 def local_schedule(buckets: Sequence[np.ndarray], steps: int, batch_size: int, *key: int | str) -> list[np.ndarray]:
     """The batches of one client and round: bucket-homogeneous, interleaved. Depends on ``key`` alone, never
     on which clients share a forward pass."""

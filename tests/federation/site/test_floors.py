@@ -7,7 +7,7 @@ import pytest
 from fedweave.config import dump_config
 from fedweave.errors import UserError
 from fedweave.federation.message import Message
-from fedweave.federation.site.floors import check_question, check_reply
+from fedweave.federation.site.floors import check_buckets, check_question
 from fedweave.federation.site.settings import Floors, SiteConfig
 from fedweave.federation.site.site import Models, OwnFiles, Site
 from fedweave.methods import build_method
@@ -28,6 +28,7 @@ def question(config, step: str = "train", t: int = 0) -> Message:
         (Floors(clip=0.1), {"training": {"clip": 1e-9}}, "train", "asks for 1e-09, where this site's floors.clip"),
         (Floors(questions=("hello", "train")), {}, "moments", "does not answer 'moments'"),
         (Floors(rounds=1), {}, "train", "1 rounds at most"),
+        (Floors(level="example"), {}, "discover", "privacy.level is none, this site's floors.level example"),
     ],
 )  # fmt: skip
 def test_a_question_below_a_floor_is_refused(floors, settings, step, words, config):
@@ -38,9 +39,9 @@ def test_a_question_below_a_floor_is_refused(floors, settings, step, words, conf
 
 
 def test_a_bucket_below_the_floor_is_not_signed():
-    check_reply(Floors(bucket=3), Message(facts={"sizes": [3, 9]}))
+    check_buckets(Floors(bucket=3), [3, 9])
     with pytest.raises(UserError, match=r"smaller than this site's floors\.bucket=4"):
-        check_reply(Floors(bucket=4), Message(facts={"sizes": [3, 9]}))
+        check_buckets(Floors(bucket=4), [3, 9])
 
 
 @pytest.fixture

@@ -2,6 +2,7 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -29,6 +30,11 @@ class Engine(ABC):
     grows = False  # whether clients may come after alignment
     travels = True  # whether messages leave the process
 
+    @cached_property
+    def answered(self) -> dict[str, dict[str, int]]:
+        """How often every client was asked what: what is spent of a privacy budget, answered or not."""
+        return {}
+
     def layout(self, rank: int, experts: int, shared: int = 0) -> AdapterLayout:
         return AdapterLayout.of(self.layers, rank, experts, shared)
 
@@ -40,6 +46,9 @@ class Engine(ABC):
         """Put a question to these clients; what they reply, as it comes and once the door has let it in."""
         question.facts.setdefault("t", 0)
         asked = [Asked(member, question, self.layers, self.width) for member in members]
+        for member in members:
+            answers = self.answered.setdefault(member.name, {})
+            answers[step.name] = answers.get(step.name, 0) + 1
         door = Door(self.config, step, asked, self.identity, self.device, receipts or Receipts())
         for member, sealed in self.replies(step, asked, question):
             reply = door.admit(member, sealed, self.console.warn)

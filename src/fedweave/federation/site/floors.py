@@ -1,5 +1,7 @@
 """A site's own floors, which no server can lower: checked before anything is computed, and before it leaves."""
 
+from collections.abc import Sequence
+
 from fedweave.config import Config
 from fedweave.errors import UserError
 from fedweave.federation.message import Message
@@ -24,6 +26,11 @@ def check_question(floors: Floors, config: Config, question: Message) -> None:
     ):
         if asked < least:
             raise Declined(f"the federation asks for {asked:g}, where this site's floors.{key} is {least:g}")
+    private, levels = config.privacy, ("none", "example", "client")
+    if levels.index(private.level) < levels.index(floors.level):
+        raise Declined(
+            f"the federation's privacy.level is {private.level}, this site's floors.level {floors.level}"
+        )
     if step == "train" and question.facts["t"] >= floors.rounds:
         raise Declined(f"this site takes part in {floors.rounds} rounds at most (floors.rounds)")
 
@@ -33,8 +40,7 @@ def check_model(floors: Floors, fingerprint: str) -> None:
         raise Declined("the federation's backbone is not the one of this site's floors.fingerprint")
 
 
-def check_reply(floors: Floors, message: Message) -> None:
+def check_buckets(floors: Floors, sizes: Sequence[int]) -> None:
     """Refuse to send what a bucket of too few examples has given."""
-    sizes = message.facts.get("sizes", [])
     if sizes and min(sizes) < floors.bucket:
         raise Declined(f"a bucket is smaller than this site's floors.bucket={floors.bucket}")

@@ -52,6 +52,12 @@ class Floors:
     batch: int = setting(2, "Smallest batch, in warmups as in rounds.", low=1)
     steps: int = setting(1, "Fewest local steps of a round or a warmup.", low=1)
     clip: float = setting(1e-3, "Smallest training.clip.", low=0.0)
+    level: Literal["none", "example", "client"] = setting(
+        "none", "Least protection, in this order: a federation with a lower privacy.level is refused."
+    )
+    epsilon: float = setting(
+        1e6, "Most that all federations of this site may spend together, each its privacy.epsilon.", low=0.0
+    )
     questions: tuple[str, ...] = setting(
         (), "The questions that are answered, as in [hello, train]; all when empty."
     )

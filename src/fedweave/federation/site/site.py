@@ -5,6 +5,7 @@ Its rows, features, buckets and labels stay in this process; what leaves, leaves
 """
 
 import copy
+import secrets
 import traceback
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
@@ -31,7 +32,9 @@ from fedweave.federation.engines.in_process import InProcessEngine
 from fedweave.federation.hello import Hello
 from fedweave.federation.message import Message
 from fedweave.federation.method import Method
-from fedweave.federation.site.floors import Declined, check_model, check_question, check_reply
+from fedweave.federation.private import known_sizes
+from fedweave.federation.site.floors import Declined, check_buckets, check_model, check_question
+from fedweave.federation.site.ledger import Ledger
 from fedweave.federation.site.settings import Floors, SiteConfig, own_files
 from fedweave.federation.steps import Asked
 from fedweave.json_files import Damaged
@@ -45,6 +48,8 @@ _MEMORY = "memory"  # the site's own folder for what nobody else has
 
 class OwnFiles:
     """A real site."""
+
+    secret = True  # nobody else knows its noise
 
     def __init__(self, site: SiteConfig):
         self.site, self.name, self.floors = site, site.name, site.floors
@@ -74,6 +79,7 @@ class Share:
     """Client ``index`` of a simulation; the validation examples are dealt out, so that their mean is the same."""
 
     state: Path | None = None
+    secret = False  # a simulation gives the same figures again
     floors = Floors(batch=1, clip=0.0)  # a simulation has nobody to protect
 
     def __init__(self, config: Config, index: int):
@@ -148,6 +154,7 @@ class Site:
     def __init__(self, source: Source, models: Models, build_method: BuildMethod, console: Console):
         self.source, self.models, self.build_method, self.console = source, models, build_method, console
         self.session: Session | None = None
+        self.ledger = Ledger(source.state / "privacy.json" if source.state is not None else None)
 
     def answer(self, question: Message) -> Message:
         """The answer, or one sentence that says why there is none and nothing of the site."""
@@ -188,17 +195,20 @@ class Site:
         session, floors = self._session(question), self.source.floors
         check_question(floors, session.key[0], question)
         check_model(floors, session.engine.backbone.fingerprint)
+        if self.source.secret:
+            session.client.secret = secrets.randbits(128)
         step = next((s for s in session.method.steps() if s.name == question.facts["step"]), None)
         if step is None:
             raise Declined("it does not know this question; is its fedweave of another version?")
         if question.facts["assignment"]:
             self._align(session, question)
+        self.ledger.spend(session.key[2], session.key[0], step.name, floors.epsilon)
         engine = session.engine
         asked = [Asked(session.client, question, engine.layers, engine.width)]
         ((_, message),) = engine.answers(step, asked, question)
         if not question.facts["assignment"]:
             session.buckets = session.client.buckets
-        check_reply(floors, message)
+            check_buckets(floors, session.client.sizes)
         self._remember(session)
         return message
 
@@ -247,7 +257,8 @@ class Site:
         if not session.buckets:  # the site was away: the same rows give the same buckets
             session.method.form_buckets(session.engine.compute, [session.client])
             session.buckets = session.client.buckets
-        if [len(bucket) for bucket in session.buckets] != list(question.facts["sizes"]):
+        sizes = known_sizes(session.key[0], [len(bucket) for bucket in session.buckets])
+        if sizes != list(question.facts["sizes"]):
             raise Declined("its data has changed since this federation was aligned; restore it, or start anew.")
         assignment = question.facts["assignment"]
         pairs = [(b, m) for b, m in zip(session.buckets, assignment, strict=True) if m >= 0]
