@@ -7,6 +7,8 @@ from typing import Literal, TypedDict
 
 from typing_extensions import NotRequired
 
+from fedweave.privacy.figures import PrivacyFigures
+
 ByTask = dict[str, float]  # task -> figure; "macro" is the unweighted mean over tasks
 ConfigTree = dict[str, object]  # a Config as nested dictionaries
 
@@ -259,17 +261,6 @@ class Timing(TypedDict):
     total_s: float
     phases_s: dict[str, float]  # of the last session
     peak_memory_bytes: int | None
-
-
-class PrivacyFigures(TypedDict):
-    """A run's differential privacy."""
-
-    level: str  # client or example
-    epsilon: float  # what it was solved for
-    delta: float
-    clip: float
-    noise: list[float]  # least and most over clients, in rounds, as multiples of the clip
-    spent: float  # ε of the client that has spent most
 
 
 class Summary(TypedDict):

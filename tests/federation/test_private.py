@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from fedweave.cli import main
+from fedweave.console import Console
 from fedweave.errors import UserError
 from fedweave.federation.evaluate import Evaluate
 from fedweave.federation.exit import filters
@@ -215,7 +216,7 @@ def test_a_site_counts_its_answers_over_restarts_and_stops_at_what_was_agreed(co
 
 
 def test_nobody_else_knows_the_noise_of_a_site_and_it_stops_when_its_budget_is_spent(
-    config, tmp_path, model_folder, console
+    config, tmp_path, model_folder
 ):
     """The same question twice: a simulation would answer the same."""
     rows = [json.dumps({"prompt": f"Say {n}.", "response": str(n)}) for n in range(12)]
@@ -223,7 +224,7 @@ def test_nobody_else_knows_the_noise_of_a_site_and_it_stops_when_its_budget_is_s
     settings = SiteConfig("clinic", str(tmp_path / "rows.jsonl"), state=str(tmp_path / "state"))
     settings = replace(settings, backbone=replace(settings.backbone, model=str(model_folder("llama"))))
     config = private(config, method="fedit", training={"rounds": 2})
-    site, method = Site(OwnFiles(settings), Models(), build_method, console), build_method(config)
+    site, method = Site(OwnFiles(settings), Models(), build_method, Console(quiet=True)), build_method(config)
     engine = RehearsalEngine(site, config)
     state = method.prepare(engine)
     question = broadcast(state, 0)

@@ -19,7 +19,7 @@ from fedweave.config import Config
 from fedweave.federation.client import Client, Member
 from fedweave.federation.steps import Answer, Asked, Figure, Reply
 from fedweave.privacy.budget import Budget
-from fedweave.schema import PrivacyFigures
+from fedweave.privacy.figures import PrivacyFigures
 from fedweave.streams import stream_key
 from fedweave.training.batch import Lane, Shield
 from fedweave.training.private import normal

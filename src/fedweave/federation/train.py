@@ -91,11 +91,11 @@ class Train(Step[Update]):
 
     def figures(self, asked: Asked) -> dict[str, Figure]:
         examples = min(len(asked.member), self.config.federation.max_samples)
-        experts = asked.question.facts["experts"]
+        experts, least = asked.question.facts["experts"], 1 if self.config.privacy.level == "none" else 0
         return {
             "samples": Figure(int, 1, examples, examples=True),
             "counts": Figure(int, 0, examples, (experts, experts), summed=True, examples=True),
-            "losses": Figure(float, length=(0, 1_000_000), veil=[]),
+            "losses": Figure(float, length=(least, 1_000_000), veil=[]),
             "tokens": Figure(int, 0, 2**53, veil=0),
         }
 
