@@ -5,7 +5,7 @@
 Clients of one kind each (``data.partition=pure``) form one bucket each and sign it; the server aligns what leaves
 the exit. Purity is the share of examples whose kind is that of most in their expert, which many small experts reach
 by chance; ARI is 0 by chance. ``alone`` spends the whole ε on signatures; ``in a run`` is what the recipe's rounds,
-starts and warm start leave them. Without ``backbone.model=…`` on a tiny model with random weights: minutes on a CPU.
+starts and warm start leave them. Without ``backbone.model=…`` on a tiny model with random weights.
 """
 
 from __future__ import annotations

@@ -167,6 +167,11 @@ class FederationConfig:
         low=0,
         high=1_000_000,
     )
+    secure_aggregation: bool = setting(
+        False,
+        "Updates, starts, counts and evaluation sums leave the clients masked: the server sees sums alone, but "
+        "signatures are still read one by one (docs/privacy.md).",
+    )
     max_samples: int = setting(10_000_000, "Most examples that a client can have.", low=1)
     sites: int = setting(
         0, "Deployment: how many sites must be there before alignment; later ones join.", low=0, high=1_000_000

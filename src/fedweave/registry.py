@@ -17,6 +17,9 @@ METHODS = {
     "local-only": "fedweave.methods.single:LocalOnly",
 }
 
+# Methods whose updates are only ever added up.
+SUMMED = ("fedweave", "without-prototype-expert", "fedit", "ffa-lora", "rolora", "fedsvd")
+
 # Methods with a guarantee of differential privacy: the questions before round 1 whose answers hold noise.
 PRIVATE: dict[str, tuple[str, ...]] = {
     "fedweave": ("discover", "start", "warm"),

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from fedweave.errors import UserError, nearest
-from fedweave.registry import METHODS, PRIVATE
+from fedweave.registry import METHODS, PRIVATE, SUMMED
 
 if TYPE_CHECKING:
     from fedweave.config import Config
@@ -43,6 +43,8 @@ def check_together(config: Config) -> None:
             raise UserError(f"{key} needs a part that experts share: set experts.shared_rank, as in 32.")
     if config.privacy.level != "none":
         _check_private(config)
+    if config.federation.secure_aggregation:
+        _check_masked(config)
     if config.method not in METHODS:
         raise UserError(f"method={config.method!r} is unknown: {nearest(config.method, METHODS)}")
 
@@ -84,3 +86,24 @@ def _check_private(config: Config) -> None:
     ):
         if broken:
             raise UserError(f"privacy.level={level} {sentence}.")
+
+
+def _check_masked(config: Config) -> None:
+    """Whatever needs a single client's answer, where the server sees sums alone."""
+    federation, clients = config.federation, config.data.clients
+    if config.data.source == "sites":
+        clients = federation.sites or 3
+    for broken, sentence in (
+        (config.method not in SUMMED, f"sums updates alone, as {', '.join(SUMMED)} do; {config.method} does not"),
+        (
+            federation.rule not in ("auto", "mean"),
+            f"hides what federation.rule={federation.rule} compares, every client's own update; set it to mean",
+        ),
+        (federation.max_share < 1, "hides who counts how much; set federation.max_share=1"),
+        (federation.quarantine > 0, "hides who pulls against the others; set federation.quarantine=0"),
+        (federation.update_dtype != "float32", "has its own encoding; set federation.update_dtype=float32"),
+        (config.experts.labels == "router", "does not hide each bucket's expert; set experts.labels=buckets"),
+        (clients < 3, "needs three clients at least: a sum of two tells each of the other"),
+    ):
+        if broken:
+            raise UserError(f"federation.secure_aggregation {sentence}.")

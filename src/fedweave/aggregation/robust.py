@@ -127,7 +127,8 @@ class RobustExperts:
 def chosen_rule(config: Config) -> str:
     """auto: strangers are not believed at any length, clients of this process are."""
     rule = config.federation.rule
-    return rule if rule != "auto" else "clip" if config.data.source == "sites" else "mean"
+    strangers = config.data.source == "sites" and not config.federation.secure_aggregation
+    return rule if rule != "auto" else "clip" if strangers else "mean"
 
 
 def streams(config: Config) -> bool:

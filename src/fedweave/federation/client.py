@@ -11,6 +11,7 @@ import numpy as np
 import torch
 
 from fedweave.federation.message import Message
+from fedweave.privacy.masking import Party
 from fedweave.training.batch import ClientData
 
 RESIDUAL = "residual."  # in a memory: what rounding has taken from a part of the updates so far
@@ -104,6 +105,7 @@ class Client:
     note: str = ""
     memory: Memory = field(default_factory=Memory)
     held: ClientData | None = None  # what a site validates on
+    party: Party | None = None  # its part in a masked sum
     secret: int = 0  # of its noise, another for every question; a simulation has nobody to hide it from
 
     @property

@@ -13,7 +13,7 @@ from fedweave.aggregation.robust import capped
 from fedweave.federation.client import OWN, Client
 from fedweave.federation.message import Facts, Message
 from fedweave.federation.state import received
-from fedweave.federation.steps import Answer, Asked, Figure, Step
+from fedweave.federation.steps import FIGURE, Answer, Asked, Figure, Step
 
 if TYPE_CHECKING:
     from fedweave.federation.compute import Compute
@@ -60,6 +60,7 @@ class Evaluate(Step[Loss]):
     """The validation loss of every site, with the routing that selects the best round."""
 
     name = "evaluate"
+    masked = True
 
     def __init__(self, method: Method):
         self.method = method
@@ -93,6 +94,16 @@ class Evaluate(Step[Loss]):
             "entropy": Figure(float, 0, _MOST * most, summed=True, veil=0.0),
             "count": Figure(int, 0, most, summed=True, examples=True),
         }
+
+    def totals(self, asked: Asked) -> dict[str, tuple[int, ...]]:
+        return dict.fromkeys((f"{FIGURE}total", f"{FIGURE}entropy", f"{FIGURE}count"), (1,))
+
+    def summands(self, asked: Asked, answer: Answer) -> dict[str, torch.Tensor]:
+        return {FIGURE + name: torch.tensor([float(value)]) for name, value in answer.figures.items()}
+
+    def read_total(self, asked: Asked, totals: dict[str, torch.Tensor], clients: int) -> Loss:
+        total, entropy, count = (float(totals[FIGURE + name]) for name in ("total", "entropy", "count"))
+        return Loss(total, entropy, round(count))
 
     def read(self, asked: Asked, parts: dict[str, torch.Tensor], figures: Facts) -> Loss:
         return Loss(figures["total"], figures["entropy"], int(figures["count"]))

@@ -10,6 +10,7 @@ import torch
 
 from fedweave.config import Config
 from fedweave.federation.client import RESIDUAL, Client
+from fedweave.federation.masks import MASKED, hidden
 from fedweave.federation.message import Facts, Message
 from fedweave.federation.precision import decode, encode
 from fedweave.federation.private import Noise
@@ -29,14 +30,20 @@ class Exit:
 
     def __init__(self, config: Config, identity: dict[str, str], travels: bool):
         self.identity, self.travels = identity, travels
-        self.filters = filters(config)
+        self.filters, self.masked = filters(config), config.federation.secure_aggregation
+        self.noise = Noise(config) if config.privacy.level == "client" else None
         self.precision = config.federation.update_dtype
 
     def leave(self, step: Reply, asked: Asked, client: Client, answer: Answer) -> Message:
         """The message that leaves; it says which question it answers and on which model."""
-        for apply in self.filters:
+        for apply in self.filters if step.of_data else []:
             answer = apply(step, asked, client, answer)
         header: Facts = {"step": step.name, "t": asked.question.facts["t"], **self.identity}
+        if self.masked and step.masked:
+            summands = step.summands(asked, answer)
+            if self.noise is not None:
+                summands = self.noise.summed(step, asked, client, summands)
+            return Message({MASKED: hidden(step, asked, client, summands)}, header)
         tensors: dict[str, torch.Tensor] = {}
         for name, part in step.parts(asked, answer.figures).items():
             values = answer.parts[name]

@@ -27,6 +27,7 @@ from fedweave.federation.state import Broadcast, ServerState
 from fedweave.federation.steps import Step
 from fedweave.federation.train import Train, Update
 from fedweave.privacy.budget import accounting
+from fedweave.privacy.masking import require
 from fedweave.router.mlp import RouterLayout
 from fedweave.router.routed import RoutedExperts
 from fedweave.training.batch import Lane
@@ -85,6 +86,8 @@ class Method(ABC):
         self.config = config
         if config.privacy.level != "none":
             accounting()
+        if config.federation.secure_aggregation:
+            require()
         self.train, self.evaluate = Train(self), Evaluate(self)
 
     def steps(self) -> list[Step]:

@@ -17,9 +17,10 @@ import torch
 
 from fedweave.config import Config
 from fedweave.federation.client import Client, Member
-from fedweave.federation.steps import Answer, Asked, Figure, Reply
+from fedweave.federation.steps import FIGURE, Answer, Asked, Figure, Reply
 from fedweave.privacy.budget import Budget
 from fedweave.privacy.figures import PrivacyFigures
+from fedweave.privacy.masking import threshold
 from fedweave.streams import stream_key
 from fedweave.training.batch import Lane, Shield
 from fedweave.training.private import normal
@@ -33,22 +34,49 @@ class Noise:
         self.config, self.budget = config, Budget(config)
 
     def __call__(self, step: Reply, asked: Asked, client: Client, answer: Answer) -> Answer:
-        key = (client.secret, self.config.seed, step.name, asked.question.facts["t"], client.index)
-        expected = step.figures(asked)
-        figures = {name: self._told(step, name, expected[name], fact, key) for name, fact in answer.figures.items()}
-        if self.config.privacy.level == "client" and answer.parts:
+        key, expected = self._key(step, asked, client), step.figures(asked)
+        masked = self.config.federation.secure_aggregation and step.masked
+        share = _share(client) if masked and self.config.privacy.level == "client" else 1.0
+        figures = {
+            name: self._told(step, name, expected[name], fact, key, share) for name, fact in answer.figures.items()
+        }
+        if self.config.privacy.level == "client" and answer.parts and not masked:
             return Answer(self._noised(step, asked, replace(answer, figures=figures), key), figures)
         return replace(answer, figures=figures)
 
-    def _told(self, step: Reply, name: str, figure: Figure, fact: Any, key: tuple[int | str, ...]) -> Any:
+    def summed(
+        self, step: Reply, asked: Asked, client: Client, summands: Mapping[str, torch.Tensor]
+    ) -> dict[str, torch.Tensor]:
+        """level=client under masks: what a client adds to a sum is clipped as a whole, zeros included, and has its
+        share of the noise that the sum needs. Figures were noised before, or are the same for all."""
+        key, clip, sent = self._key(step, asked, client), self.config.privacy.clip, dict(summands)
+        shapes = {name: shape for name, shape in step.totals(asked).items() if not name.startswith(FIGURE)}
+        if not shapes:
+            return sent
+        given = {name: summands[name].double().nan_to_num(0.0, 0.0, 0.0) for name in shapes if name in summands}
+        norm = math.sqrt(sum(float(values.square().sum()) for values in given.values()))
+        deviation = self.budget.noise(step.name) * clip * _share(client)
+        for name, shape in shapes.items():
+            noise = normal(torch.empty(shape), deviation, *key, name).double()
+            values = given.get(name)
+            clipped = 0.0 if values is None else values.cpu() * min(1.0, clip / max(norm, 1e-30))
+            sent[name] = clipped + noise
+        return sent
+
+    def _key(self, step: Reply, asked: Asked, client: Client) -> tuple[int | str, ...]:
+        return client.secret, self.config.seed, step.name, asked.question.facts["t"], client.index
+
+    def _told(
+        self, step: Reply, name: str, figure: Figure, fact: Any, key: tuple[int | str, ...], share: float
+    ) -> Any:
         if figure.veil is not None:
             return figure.veil
         if figure.examples and self.config.privacy.level == "client":
             return [type(n)(min(n, 1)) for n in fact] if isinstance(fact, list) else min(fact, 1)
         if figure.spread:
-            deviation = self.budget.noise(step.name) * figure.spread
+            deviation = self.budget.noise(step.name) * figure.spread * share
             noised = float(fact) + float(normal(torch.zeros(()), deviation, *key, name))
-            return min(max(noised, figure.low), figure.high)
+            return min(max(noised, figure.low), figure.high) if share == 1 else noised
         return fact
 
     def _noised(
@@ -72,6 +100,12 @@ class Noise:
             start = parts[name].origin
             sent[name] = _cast(noised if start is None else noised + start.to(noised), parts[name].dtype)
         return sent
+
+
+def _share(client: Client) -> float:
+    """Of the noise that a sum needs: as many as must answer for it to open have all of it."""
+    assert client.party is not None
+    return 1 / math.sqrt(threshold(len(client.party.keys)))
 
 
 def _cast(values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

@@ -19,7 +19,7 @@ from fedweave.federation.client import Member
 from fedweave.federation.engines.base import Engine
 from fedweave.federation.method import Method
 from fedweave.federation.state import ServerState, broadcast
-from fedweave.federation.train import EXPERTS, ROUTER, Update
+from fedweave.federation.train import EXPERTS, ROUTER, TOGETHER, Update
 from fedweave.streams import stream_key
 
 M = TypeVar("M", bound=Member)
@@ -114,7 +114,8 @@ class RoundReport:
             if update.losses:  # under differential privacy nobody tells
                 self.losses[member.name] = float(np.mean(update.losses))
             self.tokens += update.tokens
-            self.agreement.add(update)
+            if update.client != TOGETHER:
+                self.agreement.add(update)
             yield update
 
     def doubts(self, before: dict[str, int]) -> dict[str, int]:

@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from fedweave.federation.compute import Compute
 
 R = TypeVar("R")
+FIGURE = "figure."  # of a sum: what is no tensor of an answer
 
 
 @dataclass(frozen=True)
@@ -84,6 +85,7 @@ class Reply(ABC, Generic[R]):
     """What a reply may hold, and how the server reads it."""
 
     name: str  # of the question
+    of_data = True  # False: no answer to it depends on data, so that none is filtered
 
     def said(self, t: int) -> str:
         """The question as an operator reads it."""
@@ -101,6 +103,21 @@ class Reply(ABC, Generic[R]):
     def reach(self, asked: Asked, limit: str, size: int) -> tuple[float, str]:
         """The farthest that the question can lead ``size`` numbers of one limit, as a norm, and what that is."""
         return math.inf, ""
+
+    # What is only ever added up can be summed without being seen (:mod:`fedweave.federation.masks`).
+    masked = False  # whether this is such a question
+
+    def totals(self, asked: Asked) -> dict[str, tuple[int, ...]]:
+        """The layout of the sum, which is the same for all clients."""
+        raise NotImplementedError
+
+    def summands(self, asked: Asked, answer: Answer) -> dict[str, torch.Tensor]:
+        """A client's part in it, with its weights multiplied in; what is left out is zero."""
+        raise NotImplementedError
+
+    def read_total(self, asked: Asked, totals: dict[str, torch.Tensor], clients: int) -> R:
+        """The sum over so many clients (float64), as if one client spoke for all."""
+        raise NotImplementedError
 
     @abstractmethod
     def read(self, asked: Asked, parts: dict[str, torch.Tensor], figures: Facts) -> R:

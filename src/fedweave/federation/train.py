@@ -15,7 +15,7 @@ import torch
 from fedweave.federation.client import OWN, Client
 from fedweave.federation.message import Facts, Message, Refused
 from fedweave.federation.state import received
-from fedweave.federation.steps import Answer, Asked, Figure, Part, Step, adam_reach
+from fedweave.federation.steps import FIGURE, Answer, Asked, Figure, Part, Step, adam_reach
 from fedweave.router.mlp import RouterLayout
 
 if TYPE_CHECKING:
@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from fedweave.federation.method import Method
 
 EXPERTS, ROUTER = "experts", "router"  # the two limits on norms
+TOGETHER = -1  # the client of an update that is all clients'
 SHARED = "shared"  # the part of θ that belongs to all experts
 
 
@@ -46,6 +47,7 @@ class Update:
 
 class Train(Step[Update]):
     name = "train"
+    masked = True
 
     def __init__(self, method: Method):
         self.method, self.config = method, method.config
@@ -136,6 +138,43 @@ class Train(Step[Update]):
         counts = torch.tensor(figures["counts"], dtype=torch.float32)
         samples, tokens = int(figures["samples"]), int(figures["tokens"])
         return Update(asked.member.index, delta, counts, parts.get(ROUTER), samples, figures["losses"], tokens)
+
+    # ---------------------------------------------------------------------------------- a sum of all
+
+    def totals(self, asked: Asked) -> dict[str, tuple[int, ...]]:
+        state = received(asked.question, asked.layers, asked.question.tensors["theta"].device)
+        columns = self.columns(state.layout, state.theta.device, asked.question.facts["t"])
+        shapes: dict[str, tuple[int, ...]] = {name: (len(own),) for name, own in columns.items()}
+        if state.router is not None and self.method.trains_router:
+            shapes[ROUTER] = (state.router.size,)
+        ones = dict.fromkeys((f"{FIGURE}samples", f"{FIGURE}loss", f"{FIGURE}tokens"), (1,))
+        return shapes | {f"{FIGURE}counts": (state.layout.experts,), **ones}
+
+    def summands(self, asked: Asked, answer: Answer) -> dict[str, torch.Tensor]:
+        counts, samples, losses = (answer.figures[name] for name in ("counts", "samples", "losses"))
+        weights = {expert_name(m): count for m, count in enumerate(counts)}
+        figures = {"counts": counts, "samples": [samples], "tokens": [answer.figures["tokens"]],
+                   "loss": [sum(losses) / len(losses) if losses else 0.0]}  # fmt: skip
+        return {name: values.double() * weights.get(name, samples) for name, values in answer.parts.items()} | {
+            FIGURE + name: torch.tensor(values, dtype=torch.float64) for name, values in figures.items()
+        }
+
+    def read_total(self, asked: Asked, totals: dict[str, torch.Tensor], clients: int) -> Update:
+        theta = asked.question.tensors["theta"]
+        layout = received(asked.question, asked.layers, theta.device).layout
+        counts, samples = totals[f"{FIGURE}counts"].round(), float(totals[f"{FIGURE}samples"].round())
+        weights = {expert_name(m): float(count) for m, count in enumerate(counts)}
+        delta = torch.zeros(layout.size, device=theta.device)
+        for name, columns in self.columns(layout, theta.device, asked.question.facts["t"]).items():
+            if weight := weights.get(name, samples):
+                delta[columns] = (totals[name] / weight).to(delta)
+        most, whose = self.reach(asked, EXPERTS, layout.size)
+        if self.config.privacy.level != "client" and not delta.norm() <= most:
+            raise Refused(f"their mean has norm {float(delta.norm()):.3g}, but {whose} is {most:.3g}")
+        phi = (totals[ROUTER] / max(samples, 1.0)).to(delta) if ROUTER in totals else None
+        told = [] if self.config.privacy.level != "none" else [float(totals[f"{FIGURE}loss"]) / clients]
+        tokens = int(totals[f"{FIGURE}tokens"].round())
+        return Update(TOGETHER, delta, counts.float(), phi, int(samples), told, tokens)
 
     def broadcast_size(self, layout: AdapterLayout, router: RouterLayout | None, t: int) -> int:
         """Bytes that a participant needs of round t's broadcast: the columns that the server may have moved since

@@ -16,7 +16,7 @@ from fedweave.federation.compute import Compute
 from fedweave.federation.engines.base import Engine
 from fedweave.federation.message import Facts, Message, Refused
 from fedweave.federation.state import read_router, router_facts
-from fedweave.federation.steps import Answer, Asked, Figure, Part, Step
+from fedweave.federation.steps import FIGURE, Answer, Asked, Figure, Part, Step
 from fedweave.router.mlp import RouterLayout
 
 _AXES = 128  # most directions; a quarter of the width where that is less
@@ -32,6 +32,7 @@ class AskMoments(Step[Moments]):
     """What are your prompts' features and their products, summed up?"""
 
     name = "moments"
+    masked = True
 
     def __init__(self, config: Config):
         self.config = config
@@ -48,6 +49,15 @@ class AskMoments(Step[Moments]):
         d = asked.width
         return {"sum": Part((d,), torch.float64), "products": Part((d, d), torch.float64)}
 
+    def totals(self, asked: Asked) -> dict[str, tuple[int, ...]]:
+        return {"sum": (asked.width,), "products": (asked.width, asked.width), f"{FIGURE}samples": (1,)}
+
+    def summands(self, asked: Asked, answer: Answer) -> dict[str, torch.Tensor]:
+        return {**answer.parts, f"{FIGURE}samples": torch.tensor([float(answer.figures["samples"])])}
+
+    def read_total(self, asked: Asked, totals: dict[str, torch.Tensor], clients: int) -> Moments:
+        return round(float(totals[f"{FIGURE}samples"])), totals["sum"], totals["products"]
+
     def read(self, asked: Asked, parts: dict[str, torch.Tensor], figures: Facts) -> Moments:
         return int(figures["samples"]), parts["sum"], parts["products"]
 
@@ -56,6 +66,7 @@ class AskDistances(Step[torch.Tensor]):
     """How many of your prompts lie how far outside of these directions? [bins]"""
 
     name = "distances"
+    masked = True
 
     def answer(self, compute: Compute, clients: Sequence[Client], question: Message) -> Iterator[Answer]:
         router, phi = read_router(question.facts), question.tensors["phi"].to(compute.device)
@@ -72,6 +83,15 @@ class AskDistances(Step[torch.Tensor]):
         if sum(figures["counts"]) > len(asked.member):
             raise Refused("it counts more prompts than it has")
         return {}
+
+    def totals(self, asked: Asked) -> dict[str, tuple[int, ...]]:
+        return {f"{FIGURE}counts": (_BINS,)}
+
+    def summands(self, asked: Asked, answer: Answer) -> dict[str, torch.Tensor]:
+        return {f"{FIGURE}counts": torch.tensor(answer.figures["counts"], dtype=torch.float64)}
+
+    def read_total(self, asked: Asked, totals: dict[str, torch.Tensor], clients: int) -> torch.Tensor:
+        return totals[f"{FIGURE}counts"].round().long()
 
     def read(self, asked: Asked, parts: dict[str, torch.Tensor], figures: Facts) -> torch.Tensor:
         return torch.tensor(figures["counts"])

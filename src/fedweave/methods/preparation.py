@@ -184,7 +184,7 @@ def start_experts(engine: Engine, step: StartExperts, layout: AdapterLayout, rec
     plain = streams(config)  # other rules than the mean compare clients, and how far each has moved
     origin = torch.zeros(1) if plain else first
     means = [client_average(single.size, torch.device("cpu"), config) for _ in range(layout.experts)]
-    for _, start in engine.ask(step, engine.members, Message(), receipts):
+    for _, start in engine.ask(step, engine.members, Message(facts={"experts": layout.experts}), receipts):
         for m, adapter, buckets in start if plain else _one_each(start):
             means[m].add(adapter - origin, buckets)
     starts = [origin + mean.step() if mean.weight else first for mean in means]

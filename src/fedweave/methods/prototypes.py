@@ -19,7 +19,7 @@ from fedweave.federation.compute import Compute, VectorBuffer
 from fedweave.federation.message import Facts, Message, Refused
 from fedweave.federation.method import Method
 from fedweave.federation.private import shielded
-from fedweave.federation.steps import Answer, Asked, Figure, Part, Step, adam_reach
+from fedweave.federation.steps import FIGURE, Answer, Asked, Figure, Part, Step, adam_reach
 from fedweave.federation.train import EXPERTS, expert_name
 from fedweave.streams import stream_key
 from fedweave.training.batch import Lane
@@ -123,6 +123,7 @@ class StartExperts(Step[Start]):
     """Line 6: the warmup adapters, averaged over a client's buckets that share an expert: no single one leaves."""
 
     name = "start"
+    masked = True
 
     def __init__(self, discover: Discover):
         self.discover, self.config = discover, discover.config
@@ -151,16 +152,35 @@ class StartExperts(Step[Start]):
         claimed = dict(zip(figures["experts"], figures["buckets"], strict=False))
         if claimed != {m: own.count(m) for m in own} or len(figures["buckets"]) != len(claimed):
             raise Refused("it sends other experts than its buckets have")
-        layout = AdapterLayout.of(asked.layers, self.config.experts.rank, 1)
-        origin = first_adapter(layout, self.config.seed)
+        origin = self._first(asked)
         return {
-            expert_name(m): Part((layout.size,), rows=True, limit=EXPERTS, origin=origin)
+            expert_name(m): Part((origin.numel(),), rows=True, limit=EXPERTS, origin=origin)
             for m in figures["experts"]
         }
 
     def reach(self, asked: Asked, limit: str, size: int) -> tuple[float, str]:
         steps = self.config.discovery.warmup_steps
         return adam_reach(steps, warmup_rate(self.config), size), "the farthest that the warmup's steps can lead"
+
+    def totals(self, asked: Asked) -> dict[str, tuple[int, ...]]:
+        size, experts = self._first(asked).numel(), asked.question.facts["experts"]
+        return {**{expert_name(m): (size,) for m in range(experts)}, f"{FIGURE}buckets": (experts,)}
+
+    def summands(self, asked: Asked, answer: Answer) -> dict[str, torch.Tensor]:
+        first, found = self._first(asked), {}
+        buckets = torch.zeros(asked.question.facts["experts"], dtype=torch.float64)
+        for m, count in zip(answer.figures["experts"], answer.figures["buckets"], strict=True):
+            found[expert_name(m)] = count * (answer.parts[expert_name(m)].mean(0) - first).double()
+            buckets[m] = count
+        return found | {f"{FIGURE}buckets": buckets}
+
+    def read_total(self, asked: Asked, totals: dict[str, torch.Tensor], clients: int) -> Start:
+        first, buckets = self._first(asked), totals[f"{FIGURE}buckets"].round()
+        means = [(m, totals[expert_name(m)] / max(float(n), 1.0), float(n)) for m, n in enumerate(buckets)]
+        return [(m, first + mean.float(), n) for m, mean, n in means if n > 0]
+
+    def _first(self, asked: Asked) -> torch.Tensor:
+        return first_adapter(AdapterLayout.of(asked.layers, self.config.experts.rank, 1), self.config.seed)
 
     def read(self, asked: Asked, parts: dict[str, torch.Tensor], figures: Facts) -> Start:
         found: Start = []

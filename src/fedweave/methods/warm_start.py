@@ -26,7 +26,7 @@ from fedweave.federation.engines.base import Engine
 from fedweave.federation.message import Facts, Message
 from fedweave.federation.private import shield_of
 from fedweave.federation.state import read_router, router_facts
-from fedweave.federation.steps import Answer, Asked, Figure, Part, Step, adam_reach
+from fedweave.federation.steps import FIGURE, Answer, Asked, Figure, Part, Step, adam_reach
 from fedweave.federation.train import ROUTER
 from fedweave.router.mlp import RouterLayout
 from fedweave.streams import stream_key
@@ -39,6 +39,7 @@ class WarmRouter(Step[tuple[torch.Tensor, int]]):
     """One round of the warm start: (Δφ, |D_i|) of a client that learned its own alignment labels."""
 
     name = "warm"
+    masked = True
 
     def __init__(self, config: Config):
         self.config = config
@@ -75,6 +76,22 @@ class WarmRouter(Step[tuple[torch.Tensor, int]]):
     def reach(self, asked: Asked, limit: str, size: int) -> tuple[float, str]:
         settings = self.config.router.warm_start
         return adam_reach(settings.steps, settings.lr, size), "the farthest that the warm start's steps can lead"
+
+    def totals(self, asked: Asked) -> dict[str, tuple[int, ...]]:
+        router = read_router(asked.question.facts)
+        assert router is not None
+        return {ROUTER: (router.size,), f"{FIGURE}samples": (1,)}
+
+    def summands(self, asked: Asked, answer: Answer) -> dict[str, torch.Tensor]:
+        samples = torch.tensor([float(answer.figures["samples"])])
+        return {
+            ROUTER: answer.parts[ROUTER].double() * samples.to(answer.parts[ROUTER]),
+            f"{FIGURE}samples": samples,
+        }
+
+    def read_total(self, asked: Asked, totals: dict[str, torch.Tensor], clients: int) -> tuple[torch.Tensor, int]:
+        samples = round(float(totals[f"{FIGURE}samples"]))
+        return (totals[ROUTER] / max(1, samples)).float().to(asked.question.tensors["phi"].device), samples
 
     def read(self, asked: Asked, parts: dict[str, torch.Tensor], figures: Facts) -> tuple[torch.Tensor, int]:
         return parts[ROUTER], int(figures["samples"])

@@ -13,6 +13,7 @@ from fedweave.errors import UserError
 from fedweave.experts.layout import AdapterLayout, Shaped
 from fedweave.federation.admission import Door, Receipts, Sealed
 from fedweave.federation.client import Member
+from fedweave.federation.masks import masked_ask
 from fedweave.federation.message import Message
 from fedweave.federation.steps import Asked, R, Reply
 
@@ -45,11 +46,21 @@ class Engine(ABC):
     ) -> Iterator[tuple[Any, R]]:
         """Put a question to these clients; what they reply, as it comes and once the door has let it in."""
         question.facts.setdefault("t", 0)
+        heard = receipts or Receipts()
+        if self.config.federation.secure_aggregation and step.masked:
+            yield from masked_ask(self, step, members, question, heard)
+        else:
+            yield from self.hear(step, step, members, question, heard)
+
+    def hear(
+        self, step: Reply, read: Reply[R], members: Sequence[Any], question: Message, receipts: Receipts
+    ) -> Iterator[tuple[Any, R]]:
+        """Put a question and let in what can be ``read``."""
         asked = [Asked(member, question, self.layers, self.width) for member in members]
         for member in members:
             answers = self.answered.setdefault(member.name, {})
             answers[step.name] = answers.get(step.name, 0) + 1
-        door = Door(self.config, step, asked, self.identity, self.device, receipts or Receipts())
+        door = Door(self.config, read, asked, self.identity, self.device, receipts)
         for member, sealed in self.replies(step, asked, question):
             reply = door.admit(member, sealed, self.console.warn)
             if reply is not None:

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 
 from fedweave.config import Config
 from fedweave.errors import UserError
+from fedweave.federation import masks
 from fedweave.federation.message import Message
 from fedweave.federation.site.settings import Floors
 
@@ -15,7 +16,7 @@ class Declined(UserError):
 def check_question(floors: Floors, config: Config, question: Message) -> None:
     """Refuse a question that goes below a floor."""
     step, training, discovery = question.facts["step"], config.training, config.discovery
-    if floors.questions and step not in floors.questions:
+    if floors.questions and step not in floors.questions and step not in masks.NAMES:
         raise Declined(f"this site does not answer {step!r} (floors.questions)")
     for key, asked, least in (
         ("batch", training.batch_size, floors.batch),
@@ -26,6 +27,8 @@ def check_question(floors: Floors, config: Config, question: Message) -> None:
     ):
         if asked < least:
             raise Declined(f"the federation asks for {asked:g}, where this site's floors.{key} is {least:g}")
+    if floors.secure and not config.federation.secure_aggregation:
+        raise Declined("the federation has no secure aggregation, which this site's floors.secure asks for")
     private, levels = config.privacy, ("none", "example", "client")
     if levels.index(private.level) < levels.index(floors.level):
         raise Declined(

@@ -55,6 +55,7 @@ class Floors:
     level: Literal["none", "example", "client"] = setting(
         "none", "Least protection, in this order: a federation with a lower privacy.level is refused."
     )
+    secure: bool = setting(False, "Take part with secure aggregation only.")
     epsilon: float = setting(
         1e6, "Most that all federations of this site may spend together, each its privacy.epsilon.", low=0.0
     )

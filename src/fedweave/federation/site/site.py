@@ -26,6 +26,7 @@ from fedweave.data import load_data
 from fedweave.data.examples import Example
 from fedweave.data.own import hold_out, read_examples
 from fedweave.errors import UserError
+from fedweave.federation import masks
 from fedweave.federation.checkpoint import load_checkpoint, save_checkpoint
 from fedweave.federation.client import Client
 from fedweave.federation.engines.in_process import InProcessEngine
@@ -197,12 +198,14 @@ class Site:
         check_model(floors, session.engine.backbone.fingerprint)
         if self.source.secret:
             session.client.secret = secrets.randbits(128)
-        step = next((s for s in session.method.steps() if s.name == question.facts["step"]), None)
+        steps = [*session.method.steps(), *masks.STEPS]
+        step = next((s for s in steps if s.name == question.facts["step"]), None)
         if step is None:
             raise Declined("it does not know this question; is its fedweave of another version?")
         if question.facts["assignment"]:
             self._align(session, question)
-        self.ledger.spend(session.key[2], session.key[0], step.name, floors.epsilon)
+        if step.name not in masks.NAMES:
+            self.ledger.spend(session.key[2], session.key[0], step.name, floors.epsilon)
         engine = session.engine
         asked = [Asked(session.client, question, engine.layers, engine.width)]
         ((_, message),) = engine.answers(step, asked, question)

@@ -1,0 +1,224 @@
+"""Secure aggregation over the ordinary questions: of what is only ever added up the server sees the sum alone.
+
+    keys     every client makes keys for this question                 (privacy/masking.py has the scheme)
+    shares   … and deals out shares of its secrets, sealed for its mates
+    STEP     … and answers, masked: the same layout for all, with zeros for experts that it does not serve
+    unmask   … and tells the shares that take the masks off the sum of those who have answered
+
+The rules of a method then hear one client that speaks for all: its parts are weighted means, its counts are sums.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+
+from fedweave.errors import UserError
+from fedweave.federation.client import Client, Distant
+from fedweave.federation.message import Facts, Message, Refused
+from fedweave.federation.steps import Answer, Asked, Figure, Part, R, Reply, Step
+from fedweave.privacy.masking import (
+    KEYS,
+    SEALED,
+    SHARE,
+    Broken,
+    Party,
+    decode,
+    encode,
+    threshold,
+    unmask,
+)
+
+if TYPE_CHECKING:
+    from fedweave.federation.admission import Receipts
+    from fedweave.federation.compute import Compute
+    from fedweave.federation.engines.base import Engine
+
+MASKED = "masked"  # the one tensor of a masked answer
+
+
+class _Masking(Step[torch.Tensor]):
+    """A question of the scheme: bytes, which tell nothing of data."""
+
+    part, of_data = "", False
+
+    def figures(self, asked: Asked) -> dict[str, Figure]:
+        return {}
+
+    def read(self, asked: Asked, parts: dict[str, torch.Tensor], figures: Facts) -> torch.Tensor:
+        return parts[self.part]
+
+    def answer(self, compute: Compute, clients: Sequence[Client], question: Message) -> Iterator[Answer]:
+        for client in clients:
+            yield Answer({self.part: self.told(client, question)})
+
+    def told(self, client: Client, question: Message) -> torch.Tensor:
+        raise NotImplementedError
+
+
+class AskKeys(_Masking):
+    name = part = "keys"
+
+    def told(self, client: Client, question: Message) -> torch.Tensor:
+        client.party = Party(client.index)
+        return _tensor(client.party.public())
+
+    def parts(self, asked: Asked, figures: Facts) -> dict[str, Part]:
+        return {self.part: Part((KEYS,), torch.uint8, summed=False)}
+
+
+class AskShares(_Masking):
+    name = part = "shares"
+
+    def told(self, client: Client, question: Message) -> torch.Tensor:
+        mates, keys = question.facts["mates"], question.tensors["keys"]
+        sealed = _party(client).share({v: _bytes(row) for v, row in zip(mates, keys, strict=True)})
+        return torch.stack([_tensor(sealed[v]) for v in mates])
+
+    def parts(self, asked: Asked, figures: Facts) -> dict[str, Part]:
+        return {self.part: Part((len(asked.question.facts["mates"]), SEALED), torch.uint8, summed=False)}
+
+
+class AskUnmask(_Masking):
+    name, part = "unmask", "shares"
+
+    def told(self, client: Client, question: Message) -> torch.Tensor:
+        alive, gone = question.facts["alive"], question.facts["gone"]
+        told = _party(client).tell(alive, gone)
+        return torch.stack([_tensor(told[v]) for v in [*alive, *gone]])
+
+    def parts(self, asked: Asked, figures: Facts) -> dict[str, Part]:
+        facts = asked.question.facts
+        return {self.part: Part((len(facts["alive"]) + len(facts["gone"]), SHARE), torch.uint8, summed=False)}
+
+
+STEPS: list[Step] = [AskKeys(), AskShares(), AskUnmask()]
+NAMES = {step.name for step in STEPS}
+
+
+# -------------------------------------------------------------------------------------- the client
+
+
+def hidden(step: Reply, asked: Asked, client: Client, summands: Mapping[str, torch.Tensor]) -> torch.Tensor:
+    """What leaves of an answer whose numbers are only ever added up: int64 [n]."""
+    facts, party = asked.question.facts, _party(client)
+    if MASKED not in facts:
+        raise Broken("the server asks for an answer without masks, where this federation has them")
+    vector = []
+    for name, shape in step.totals(asked).items():
+        given = summands.get(name)
+        vector.append(
+            np.zeros(math.prod(shape)) if given is None else given.detach().double().cpu().numpy().ravel()
+        )
+    column = facts[MASKED].index(client.index)
+    sealed = {v: _bytes(row[column]) for v, row in zip(facts[MASKED], asked.question.tensors["boxes"], strict=True)}
+    encoded = encode(np.concatenate(vector), len(party.keys))
+    return torch.from_numpy(party.hide(encoded, sealed).view(np.int64))
+
+
+def _party(client: Client) -> Party:
+    if client.party is None:
+        raise Broken("this client has no keys for the question: it was started anew in between")
+    return client.party
+
+
+def _tensor(data: bytes) -> torch.Tensor:
+    return torch.frombuffer(bytearray(data), dtype=torch.uint8)
+
+
+def _bytes(tensor: torch.Tensor) -> bytes:
+    return tensor.cpu().numpy().tobytes()
+
+
+# -------------------------------------------------------------------------------------- the server
+
+
+class Masked(Reply[torch.Tensor]):
+    """A masked answer to a step, as the door knows it."""
+
+    def __init__(self, step: Reply):
+        self.name, self.step = step.name, step
+
+    def said(self, t: int) -> str:
+        return self.step.said(t)
+
+    def figures(self, asked: Asked) -> dict[str, Figure]:
+        return {}
+
+    def parts(self, asked: Asked, figures: Facts) -> dict[str, Part]:
+        size = sum(math.prod(shape) for shape in self.step.totals(asked).values())
+        return {MASKED: Part((size,), torch.int64)}
+
+    def read(self, asked: Asked, parts: dict[str, torch.Tensor], figures: Facts) -> torch.Tensor:
+        return parts[MASKED]
+
+
+def masked_ask(
+    engine: Engine, step: Reply[R], members: Sequence[Any], question: Message, receipts: Receipts
+) -> Iterator[tuple[Any, R]]:
+    """One reply, of all who have answered together; none where too few have."""
+    facts, index_of = {"t": question.facts["t"]}, {member.index: member for member in members}
+    said = step.said(facts["t"])
+    if len(members) < 3:
+        raise UserError(
+            f"{said} would be asked of {len(members)} clients: federation.secure_aggregation needs three at least."
+        )
+
+    def told(aside: Step, indices: Sequence[int], message: Message) -> dict[int, torch.Tensor]:
+        found = engine.ask(
+            aside, [index_of[i] for i in indices], message, type(receipts)(bytes_up=receipts.bytes_up)
+        )
+        return {member.index: reply for member, reply in sorted(found, key=lambda pair: pair[0].index)}
+
+    def closed(count: int) -> None:
+        receipts.accepted.clear()
+        engine.console.warn(
+            f"{said}: {count} of {len(keys)} clients are too few to open their sum; nothing is used."
+        )
+
+    keys = {i: _bytes(key) for i, key in told(AskKeys(), sorted(index_of), Message(facts=dict(facts))).items()}
+    needed = threshold(len(keys))
+    if len(keys) < needed:
+        return closed(len(keys))
+    listed = Message({"keys": torch.stack([_tensor(key) for key in keys.values()])}, {**facts, "mates": list(keys)})
+    dealt = told(AskShares(), list(keys), listed)
+    mates, columns = list(dealt), [list(keys).index(i) for i in dealt]
+    if len(mates) < needed:
+        return closed(len(mates))
+    boxes = torch.stack([dealt[i][columns] for i in mates])  # [from, to, bytes]
+    asked_for = Message({**question.tensors, "boxes": boxes}, {**question.facts, MASKED: mates})
+    total, alive = _sum(engine, step, [index_of[i] for i in mates], asked_for, receipts)
+    gone = [i for i in mates if i not in alive]
+    if len(alive) < needed:
+        return closed(len(alive))
+    shares = told(AskUnmask(), alive, Message(facts={**facts, "alive": alive, "gone": gone}))
+    if len(shares) < needed:
+        return closed(len(shares))
+    order = [*alive, *gone]
+    by_teller = {i: {u: _bytes(row) for u, row in zip(order, rows, strict=True)} for i, rows in shares.items()}
+    opened = torch.from_numpy(decode(unmask(total, {i: keys[i] for i in mates}, alive, by_teller)))
+    asked = Asked(index_of[alive[0]], question, engine.layers, engine.width)
+    shapes = step.totals(asked)
+    totals = dict(zip(shapes, opened.split([math.prod(shape) for shape in shapes.values()]), strict=True))
+    try:
+        reply = step.read_total(asked, {n: x.view(shapes[n]) for n, x in totals.items()}, len(alive))
+    except Refused as reason:
+        receipts.accepted.clear()
+        engine.console.warn(f"{said}: the sum of all answers is not used: {reason}.")
+        return
+    yield Distant(-1, "all sites" if engine.travels else "all clients"), reply
+
+
+def _sum(
+    engine: Engine, step: Reply, members: Sequence[Any], question: Message, receipts: Receipts
+) -> tuple[np.ndarray, list[int]]:
+    """(the sum of masked answers as a stream, uint64 [n], whose they are)"""
+    total, alive = np.zeros(1, dtype=np.uint64), []
+    for member, vector in engine.hear(step, Masked(step), members, question, receipts):
+        total = total + vector.cpu().numpy().view(np.uint64)
+        alive.append(member.index)
+    return total, sorted(alive)
