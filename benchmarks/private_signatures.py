@@ -1,11 +1,13 @@
 """What noise makes of alignment: the purity of experts over ε, client-level and example-level.
 
-    python -m benchmarks.private_signatures [--examples 40,200] [--seeds 3] [--output FILE] [key=value …]
+    python -m benchmarks.private_signatures [--examples 40,400] [--seeds 5] [--output FILE] [key=value …]
 
-Clients of one kind each (``data.partition=pure``) form one bucket each and sign it; the server aligns what leaves
-the exit. Purity is the share of examples whose kind is that of most in their expert, which many small experts reach
-by chance; ARI is 0 by chance. ``alone`` spends the whole ε on signatures; ``in a run`` is what the recipe's rounds,
-starts and warm start leave them. Without ``backbone.model=…`` on a tiny model with random weights.
+Clients of one kind each (``data.partition=pure``) have one bucket each and sign it; the server aligns what they
+send. Purity is the share of examples whose kind is that of most in their expert, which many small experts reach by
+chance; so is an ARI of about 0.2, since a client's examples stay together. ``alone`` spends the whole ε on
+signatures, ``in a run`` what the rounds, starts and warm start of the quickstart leave them. Signatures are made
+once by the clients' own code, without noise; noise of the budget's size is added here, so that many draws take no
+longer than one. Without ``backbone.model=…`` the model is a tiny one with random weights.
 """
 
 from __future__ import annotations
@@ -14,8 +16,10 @@ import argparse
 import json
 import tempfile
 from pathlib import Path
+from unittest import mock
 
 import numpy as np
+import torch
 
 from benchmarks.server_memory import tiny_model
 from fedweave.alignment.align import align, signature_distance
@@ -24,7 +28,7 @@ from fedweave.console import Console
 from fedweave.evaluation.audit import alignment_audit
 from fedweave.federation.admission import Receipts
 from fedweave.methods.fedweave import FedWeave
-from fedweave.methods.preparation import assign, discover_units, signature_blocks
+from fedweave.methods.preparation import discover_units
 from fedweave.privacy.budget import Budget
 from fedweave.runs.workspace import Workspace, prepare
 
@@ -32,45 +36,49 @@ EPSILONS = (0.5, 1, 2, 4, 8, 16, 64)
 ALONE = ["training.rounds=0", "experts.start=zero", "router.warm_start.enabled=false"]
 SETTINGS = [
     "data.partition=pure", "data.validation=1", "data.test=1", "discovery.max_buckets=1",
-    "discovery.warmup_steps=10", "discovery.warmup_batch=8",
+    "discovery.warmup_steps=10", "discovery.warmup_batch=8", "discovery.sketch=4",
 ]  # fmt: skip
+DRAWS = 5  # of the noise, for every cell and seed
 
 
-def quality(config: Config, workspace: Workspace) -> dict[str, float]:
-    """Purity and ARI of experts, and how many there are, of one discovery."""
-    engine, method = workspace.engine, FedWeave(config)
-    engine.config = engine.compute.config = config
-    engine.exit.__init__(config, engine.identity, False)  # type: ignore[misc]
-    engine.compute.detach()
-    found = discover_units(engine, method.discover, Receipts())
-    aligned = align(signature_distance(signature_blocks(engine, method.discover, found)), 8)
-    assign(engine.members, found, aligned.experts, aligned.labels.tolist())
-    buckets, experts = [c.buckets for c in engine.members], [c.assignment for c in engine.members]
-    audit = alignment_audit(buckets, experts, workspace.client_labels)["global"]
+def signed(config: Config) -> tuple[Workspace, torch.Tensor]:
+    """The clients and what each would send, [clients, D], if there were no noise."""
+    workspace = prepare(config, Console(quiet=True)).build(Console(quiet=True))
+    with mock.patch.object(Budget, "noise", lambda self, step, examples=0: 0.0):
+        found = discover_units(workspace.engine, FedWeave(config).discover, Receipts())
+    workspace.engine.detach()
+    return workspace, torch.cat([told.signatures for told in found]).float()
+
+
+def quality(workspace: Workspace, config: Config, signatures: torch.Tensor) -> dict[str, float]:
+    """Purity and ARI of the experts that these signatures [clients, D] give, and how many there are."""
+    engine = workspace.engine
+    signer = FedWeave(config).discover.signer(engine.layout(config.experts.rank, 1))
+    aligned = align(signature_distance(signer.blocks(list(signatures))), 8)
+    experts = [[m] for m in aligned.labels.tolist()]
+    audit = alignment_audit([c.buckets for c in engine.members], experts, workspace.client_labels)["global"]
     return {"purity": audit["purity"], "ari": audit["ari"], "experts": aligned.experts}
 
 
 def curve(examples: int, clients: int, seeds: int, overrides: list[str]) -> list[dict]:
-    """Rows of a table: how many examples a client has, level, ε, noise, purity and experts over seeds."""
-    made: dict[tuple, list[dict[str, float]]] = {}
-    noises: dict[tuple, float] = {}
+    """Rows of a table: how many examples a client has, level, ε, noise, and means over seeds and draws."""
+    made: dict[tuple[str, str, float], list[dict[str, float]]] = {}
+    noises: dict[tuple[str, str, float], float] = {}
     for seed in range(seeds):
         base = [*SETTINGS, f"data.clients={clients}", f"data.train={examples * clients // 4}", f"seed={seed}"]
-        workspace = prepare(load_config("quickstart", [*base, *overrides]), Console(quiet=True)).build(
-            Console(quiet=True)
-        )
-        cells = [("none", "", float("inf"), ["discovery.sketch=4"])]
-        for epsilon in EPSILONS:
-            for where, how in (("alone", ALONE), ("in a run", [])):
-                cells += [
-                    (level, where, epsilon, [*how, f"privacy.level={level}", f"privacy.epsilon={epsilon}", sketch])
-                    for level, sketch in (("client", "discovery.sketch=4"), ("example", "discovery.sketch=0"))
-                ]
-        for level, where, epsilon, how in cells:
-            config = load_config("quickstart", [*base, *how, *overrides])
-            key = (level, where, epsilon)
-            made.setdefault(key, []).append(quality(config, workspace))
-            noises[key] = 0.0 if level == "none" else Budget(config).noise("discover", examples)
+        for level in ("none", "client", "example"):
+            told = [*base, f"privacy.level={level}", *overrides]
+            workspace, clean = signed(load_config("quickstart", told))
+            generator = torch.Generator().manual_seed(seed)
+            for epsilon in EPSILONS if level != "none" else [float("inf")]:
+                for where, how in (("alone", ALONE), ("in a run", [])) if level != "none" else [("", [])]:
+                    budget = [f"privacy.epsilon={epsilon}"] if level != "none" else []
+                    config, key = load_config("quickstart", [*told, *how, *budget]), (level, where, epsilon)
+                    noises[key] = Budget(config).noise("discover", examples) if level != "none" else 0.0
+                    scale = noises[key] * config.privacy.clip / (examples if level == "example" else 1)
+                    for _ in range(DRAWS if level != "none" else 1):
+                        noised = clean + scale * torch.randn(clean.shape, generator=generator)
+                        made.setdefault(key, []).append(quality(workspace, config, noised))
     return [
         {
             "examples": examples, "level": level, "spent": where, "epsilon": epsilon,
@@ -83,9 +91,9 @@ def curve(examples: int, clients: int, seeds: int, overrides: list[str]) -> list
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--examples", default="40,200", help="examples of a client, the least size of a bucket")
+    parser.add_argument("--examples", default="40,400", help="examples of a client: the least size of a bucket")
     parser.add_argument("--clients", type=int, default=16)
-    parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--seeds", type=int, default=5)
     parser.add_argument("--output", type=Path)
     parser.add_argument("overrides", nargs="*")
     args = parser.parse_args()

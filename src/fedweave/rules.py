@@ -68,8 +68,8 @@ def _check_private(config: Config) -> None:
             "does not go with fedlease, whose routers vote by numbers of examples; use method=fedweave",
         ),
         (
-            level == "client" and aligned and not config.discovery.sketch,
-            "needs signatures that are sketches, of one length whatever was learned: set discovery.sketch, as in 4",
+            aligned and not config.discovery.sketch,
+            "needs signatures that are sketches, since noise grows with length: set discovery.sketch, as in 4",
         ),
         (
             aligned and config.experts.labels == "router",

@@ -4,6 +4,7 @@ constant, known or noised, and what is spent is neither lost nor repeated."""
 import json
 from collections import defaultdict
 from dataclasses import replace
+from itertools import pairwise
 
 import pytest
 import torch
@@ -146,6 +147,33 @@ def test_examples_level_tells_how_many_examples_there_are_and_nothing_else(confi
             if figure.examples and name != "count":
                 assert set(fact if isinstance(fact, list) else [fact]) <= {0, own}
     assert all(message.facts["losses"] == [] for _, _, message in seen["train"])
+
+
+def test_an_examples_signature_is_no_longer_than_the_clip_and_the_sum_has_its_noise(config, backbone, monkeypatch):
+    """A client with one example more or less: what it signs, times how many it has, moves by no more than that."""
+
+    def signed(noise, count):
+        def shorten(client):
+            rows = range(len(client.data) if client.index else count)
+            data = client.data
+            client.data = replace(
+                data, examples=[data.examples[i] for i in rows], features=data.features[: len(rows)]
+            )
+
+        config_ = private(config, "example", experts={"dropout": 0.0})
+        monkeypatch.setattr(Budget, "noise", lambda self, step, examples=0: noise)
+        engine, method = make_engine(config_, backbone), build_method(config_)
+        for client in engine.members:
+            shorten(client)
+        ((_, told), *_) = engine.ask(method.discover, engine.members, Message())
+        engine.detach()
+        return told.signatures[0].double() * count
+
+    sums = [signed(0.0, count) for count in (7, 8, 9)]
+    for a, b in pairwise(sums):
+        assert 0 < (a - b).norm() <= CLIP * 1.02  # half precision
+    noise = signed(1e3, 8) - sums[1]
+    assert noise.std().item() == pytest.approx(1e3 * CLIP, rel=0.2)
 
 
 @pytest.mark.usefixtures("smooth_optimiser")

@@ -70,7 +70,7 @@ def test_every_kind_of_answer_takes_its_share():
 
 def test_an_example_that_validates_does_not_train():
     few, many = (Budget(private("example", evaluation={"every": e})) for e in (20, 1))
-    assert few.noise("train", 100) == many.noise("train", 100)
+    assert few.noise("train", 100) == many.noise("train", 100) == few.noise("discover", 100)
     assert few.noise("evaluate", 100) < many.noise("evaluate", 100)
 
 

@@ -73,7 +73,7 @@ def test_fewer_shares_than_the_threshold_do_not_open_a_secret():
 def test_fixed_point_is_off_by_half_a_step_and_refuses_what_it_cannot_hold():
     values = np.random.default_rng(0).normal(size=1000) * 1e3
     assert np.abs(decode(encode(values, 20)) - values).max() <= masking.STEP / 2
-    for bad in (np.array([np.nan]), np.array([np.inf]), np.array([masking.RANGE / 19])):
+    for bad in (np.array([np.nan]), np.array([np.inf]), np.array([masking.LIMIT / 19])):
         with pytest.raises(UserError, match="which no masked sum can hold"):
             encode(bad, 20)
 
@@ -123,6 +123,20 @@ def test_shares_that_do_not_fit_leave_the_sum_closed():
     told[2] = {**told[2], 4: bytes(66)}
     with pytest.raises(UserError, match="do not fit together"):
         unmask(total, one.keys, [0, 1, 2, 3], told)
+
+
+def test_a_wrong_share_of_a_seed_leaves_the_sum_closed_too():
+    one = Sum(3)
+    boxes = one.share(range(3))
+    total = sum((one.hide(i, boxes) for i in range(3)), np.zeros(50, dtype=np.uint64))
+    told = {i: one.parties[i].tell([0, 1, 2], []) for i in range(3)}
+    told[1] = {**told[1], 0: bytes(66)}
+    with pytest.raises(UserError, match="do not fit together"):
+        decode(unmask(total, one.keys, [0, 1, 2], told))
+
+
+def test_keys_that_nobody_can_agree_with_are_told_apart():
+    assert masking.usable(Party(0).public()) and not masking.usable(bytes(64))
 
 
 def test_a_stream_is_chacha20():

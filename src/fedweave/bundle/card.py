@@ -216,24 +216,22 @@ def _sites(measured: ValidationEvent) -> list[str]:
 
 
 def _privacy(config: Config, summary: Summary | None) -> list[str]:
-    private = config.privacy
-    said = "No differential privacy and no secure aggregation were applied."
+    private, masked = config.privacy, config.federation.secure_aggregation
+    shared = "expert and router updates and bucket signatures were shared"
+    if masked:
+        shared = "bucket signatures were shared, and of expert and router updates sums alone (secure aggregation)"
+    said = "No differential privacy was applied."
     if private.level != "none":
         found = summary.get("privacy") if summary else None
         spent = f", of which ε = {found['spent']:.2f} was spent" if found else ""
         whom = {"client": "client, with all that it has", "example": "single training example"}[private.level]
         said = (
             f"Noise was added at the clients for the differential privacy of every {whom}: at most ε = "
-            f"{private.epsilon:g} at δ = {private.delta:g} over all steps together{spent}. No secure "
-            "aggregation was applied."
+            f"{private.epsilon:g} at δ = {private.delta:g} over all steps together{spent}."
         )
-    return [
-        "## Privacy",
-        "",
-        "Prompts, features and labels stayed with their clients; expert and router updates and bucket signatures "
-        f"were shared{' in the clear' if private.level == 'none' else ''}. {said}",
-        "",
-    ]
+    elif not masked:
+        shared, said = f"{shared} in the clear", "No differential privacy and no secure aggregation were applied."
+    return ["## Privacy", "", f"Prompts, features and labels stayed with their clients; {shared}. {said}", ""]
 
 
 def _loading(base: str, model: FedWeaveModel, template: bool) -> list[str]:

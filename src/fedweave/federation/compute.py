@@ -97,6 +97,12 @@ class Compute:
                 progress.close()
             yield result
 
+    def gradients(self, layout: AdapterLayout, lane: Lane) -> Iterator[torch.Tensor]:
+        """[P] of every example of the lane's first batch by itself."""
+        trainer = self._trainer_for(layout, None, self.config.training)
+        assert isinstance(trainer, PrivateTrainer)
+        return trainer.gradients(lane)
+
     def _trainer_for(
         self, layout: AdapterLayout, router: RouterLayout | None, training: TrainingConfig
     ) -> LockstepTrainer:

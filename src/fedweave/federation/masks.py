@@ -31,6 +31,7 @@ from fedweave.privacy.masking import (
     encode,
     threshold,
     unmask,
+    usable,
 )
 
 if TYPE_CHECKING:
@@ -69,6 +70,11 @@ class AskKeys(_Masking):
 
     def parts(self, asked: Asked, figures: Facts) -> dict[str, Part]:
         return {self.part: Part((KEYS,), torch.uint8, summed=False)}
+
+    def read(self, asked: Asked, parts: dict[str, torch.Tensor], figures: Facts) -> torch.Tensor:
+        if not usable(_bytes(parts[self.part])):
+            raise Refused("its keys are none")
+        return parts[self.part]
 
 
 class AskShares(_Masking):
@@ -200,15 +206,15 @@ def masked_ask(
         return closed(len(shares))
     order = [*alive, *gone]
     by_teller = {i: {u: _bytes(row) for u, row in zip(order, rows, strict=True)} for i, rows in shares.items()}
-    opened = torch.from_numpy(decode(unmask(total, {i: keys[i] for i in mates}, alive, by_teller)))
     asked = Asked(index_of[alive[0]], question, engine.layers, engine.width)
     shapes = step.totals(asked)
-    totals = dict(zip(shapes, opened.split([math.prod(shape) for shape in shapes.values()]), strict=True))
     try:
+        opened = torch.from_numpy(decode(unmask(total, {i: keys[i] for i in mates}, alive, by_teller)))
+        totals = dict(zip(shapes, opened.split([math.prod(shape) for shape in shapes.values()]), strict=True))
         reply = step.read_total(asked, {n: x.view(shapes[n]) for n, x in totals.items()}, len(alive))
-    except Refused as reason:
+    except (Refused, UserError, ValueError) as reason:  # shares are strangers' bytes
         receipts.accepted.clear()
-        engine.console.warn(f"{said}: the sum of all answers is not used: {reason}.")
+        engine.console.warn(f"{said}: the sum of all answers is not used: {str(reason).rstrip('.')}.")
         return
     yield Distant(-1, "all sites" if engine.travels else "all clients"), reply
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from itertools import islice
 
+import numpy as np
 import torch
 
 from fedweave.config import Config
@@ -18,11 +19,12 @@ from fedweave.federation.client import Client
 from fedweave.federation.compute import Compute, VectorBuffer
 from fedweave.federation.message import Facts, Message, Refused
 from fedweave.federation.method import Method
-from fedweave.federation.private import shielded
+from fedweave.federation.private import shield_of, shielded
 from fedweave.federation.steps import FIGURE, Answer, Asked, Figure, Part, Step, adam_reach
 from fedweave.federation.train import EXPERTS, expert_name
 from fedweave.streams import stream_key
 from fedweave.training.batch import Lane
+from fedweave.training.private import normal
 from fedweave.training.schedule import bucket_batches
 
 
@@ -53,7 +55,8 @@ class Discover(Step[Prototypes]):
 
     def answer(self, compute: Compute, clients: Sequence[Client], question: Message) -> Iterator[Answer]:
         found = self.method.form_buckets(compute, clients)
-        signatures = self.warm_up(compute, clients) if self.signed else None
+        sign = self.warm_up if self.config.privacy.level != "example" else self.sum_up
+        signatures = sign(compute, clients) if self.signed else None
         for client, buckets in zip(clients, found, strict=True):
             parts = {}
             if signatures is not None:
@@ -77,7 +80,7 @@ class Discover(Step[Prototypes]):
                     bucket_batches(bucket, discovery.warmup_batch, stream_key(*key)), discovery.warmup_steps
                 )
                 lane = Lane(client.data, list(batches), start, None, key)
-                lanes.append(shielded(lane, self.config, client, self.name, discovery.warmup_batch))
+                lanes.append(shielded(lane, self.config, client, StartExperts.name, discovery.warmup_batch))
                 owners.append(client)
         compute.adapters = VectorBuffer(signer.layout.size)
         # a few steps, once: to record them would take longer than to run them
@@ -89,6 +92,21 @@ class Discover(Step[Prototypes]):
                 raise UserError(f"the warmup of {client.name!r} gave NaN or infinity; lower discovery.warmup_lr.")
             compute.adapters.append(client.index, adapter)
             yield signer.of(adapter)
+
+    def sum_up(self, compute: Compute, clients: Sequence[Client]) -> Iterator[torch.Tensor]:
+        """Signatures that tell little of any example: the sum of what each one's gradient alone would sign, all of
+        one length, with noise. Of an adapter that was trained under noise nothing would be left to align."""
+        signer = self.signer(AdapterLayout.of(compute.layers, self.config.experts.rank, 1))
+        start, clip = first_adapter(signer.layout, self.config.seed), self.config.privacy.clip
+        for client in clients:
+            key = ("warmup", self.config.seed, client.index, 0)
+            everything = np.sort(np.concatenate(client.buckets))
+            total = torch.zeros(sum(signer.widths))
+            for gradient in compute.gradients(signer.layout, Lane(client.data, [everything], start, None, key)):
+                total += signer.of(gradient).float() * (clip / len(signer.widths) ** 0.5)  # blocks are unit vectors
+            shield = shield_of(self.config, client, self.name, len(everything), key)
+            total += normal(total, shield.noise * clip, "signature", shield.key)
+            yield (total / len(everything)).to(signer.dtype)
 
     # ---------------------------------------------------------------------------------- server side
 
@@ -130,9 +148,7 @@ class StartExperts(Step[Start]):
 
     def answer(self, compute: Compute, clients: Sequence[Client], question: Message) -> Iterator[Answer]:
         missing = [c for c in clients if compute.adapters is None or c.index not in compute.adapters]
-        if missing and self.config.privacy.level == "example" and any(client.secret for client in missing):
-            raise UserError("its warmup adapters are gone, and a second warmup would be spent a second time.")
-        if missing:  # a site that was away in between
+        if missing:  # a site that was away in between, or one that signed without a warmup
             for _ in self.discover.warm_up(compute, missing):
                 pass
         assert compute.adapters is not None

@@ -54,8 +54,8 @@ class Budget:
             return 1.0, 1
         warm, discovery, training = self.config.router.warm_start, self.config.discovery, self.config.training
         batch, steps = {
-            "discover": (discovery.warmup_batch, discovery.warmup_steps),
-            "start": (0, 0),  # the adapters that were signed
+            "discover": (examples, 1),  # a signature is one sum over all
+            "start": (discovery.warmup_batch, discovery.warmup_steps),
             "warm": (warm.batch_size, warm.steps),
             "train": (training.batch_size, training.local_steps),
         }[step]

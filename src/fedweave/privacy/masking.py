@@ -23,8 +23,9 @@ import numpy as np
 from fedweave.errors import UserError
 
 FRACTION = 24  # bits behind the point
-RANGE = 2.0 ** (63 - FRACTION)  # what a sum must stay below: 5.5e11
+LIMIT = 2.0 ** (57 - FRACTION)  # what a sum stays below, 8.6e9; one that was not opened rightly is far beyond
 STEP = 2.0**-FRACTION  # a client's number is off by half of it at most, 3e-8
+_CLOSED = "the shares of the masks do not fit together; the sum stays closed."
 KEYS = 64  # bytes: two public keys
 _PRIME = 2**521 - 1  # of Shamir's field
 SHARE = 66  # bytes of a number in it
@@ -46,20 +47,34 @@ def threshold(clients: int) -> int:
     return max(3, math.ceil(2 * clients / 3))
 
 
+def usable(keys: bytes) -> bool:
+    """Whether these are two public keys that anybody can agree with: there are a few that nobody can."""
+    try:
+        for key in (keys[:32], keys[32:]):
+            _agreed(_new_key(), key, b"trial")
+    except ValueError:
+        return False
+    return True
+
+
 # -------------------------------------------------------------------------------------- fixed point
 
 
 def encode(values: np.ndarray, clients: int) -> np.ndarray:
     """float64 [n] in fixed point, uint64; a number whose sum over clients could overflow is refused."""
-    if not np.isfinite(values).all() or (len(values) and np.abs(values).max() * clients >= RANGE):
+    if not np.isfinite(values).all() or (len(values) and np.abs(values).max() * clients >= LIMIT):
         raise UserError(
-            f"an answer holds NaN or numbers beyond {RANGE / clients:.2g}, which no masked sum can hold."
+            f"an answer holds NaN or numbers beyond {LIMIT / clients:.2g}, which no masked sum can hold."
         )
     return np.rint(values * 2.0**FRACTION).astype(np.int64).view(np.uint64)
 
 
 def decode(total: np.ndarray) -> np.ndarray:
-    return total.view(np.int64).astype(np.float64) * STEP
+    """float64 [n] of a sum that has been opened; one with a wrong share in it is refused."""
+    values = total.view(np.int64).astype(np.float64) * STEP
+    if len(values) and np.abs(values).max() >= LIMIT:
+        raise UserError(_CLOSED)
+    return values
 
 
 def stream(seed: bytes, size: int) -> np.ndarray:
@@ -215,7 +230,7 @@ def unmask(
             continue
         key = X25519PrivateKey.from_private_bytes(secret)
         if key.public_key().public_bytes_raw() != keys[u][:32]:
-            raise UserError("the shares of a client that is away do not fit together; the sum stays closed.")
+            raise UserError(_CLOSED)
         for v in alive:
             mask = stream(_agreed(key, keys[v][:32], b"mask"), len(total))
             total = total - mask if u > v else total + mask

@@ -8,7 +8,7 @@ longer about the examples.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -68,6 +68,19 @@ class PrivateTrainer(LockstepTrainer):
         sums, losses = [torch.zeros_like(row) for row in rows], torch.zeros(len(lanes), device=rows[0].device)
         if not drawn:
             return sums, losses
+        grads, found = self._gradients(lanes, drawn, step, rows)
+        clip_lanes(grads, clip)
+        owner = torch.tensor([k for k, _ in drawn], device=found.device)
+        for total, grad in zip(sums, grads, strict=True):
+            total.index_add_(0, owner, grad)
+        count = torch.bincount(owner, minlength=len(lanes)).clamp(min=1)
+        return sums, losses.index_add_(0, owner, found) / count
+
+    def _gradients(
+        self, lanes: Sequence[Lane], drawn: Sequence[tuple[int, int]], step: int, rows: Sequence[torch.Tensor]
+    ) -> tuple[list[torch.Tensor], torch.Tensor]:
+        """(gradients [n, …], losses [n]) of single examples, each a lane of its own: (lane, example) of every one,
+        ``rows`` are the lanes' parameters."""
         single = [
             replace(
                 lanes[k],
@@ -80,14 +93,14 @@ class PrivateTrainer(LockstepTrainer):
         ]
         group = LaneGroup(self, len(single), single[0].trainable is not None, single[0].gates is not None)
         group.load(single)
-        found = group.backward(build_batch(single, 0, self.dropout, rows[0].device))
-        grads = [part.collect() for part in group.parts]
-        clip_lanes(grads, clip)
-        owner = torch.tensor([k for k, _ in drawn], device=found.device)
-        for total, grad in zip(sums, grads, strict=True):
-            total.index_add_(0, owner, grad)
-        count = torch.bincount(owner, minlength=len(lanes)).clamp(min=1)
-        return sums, losses.index_add_(0, owner, found) / count
+        losses = group.backward(build_batch(single, 0, self.dropout, rows[0].device))
+        return [part.collect() for part in group.parts], losses
+
+    def gradients(self, lane: Lane, together: int = 16) -> Iterator[torch.Tensor]:
+        """Every example's own gradient [P] where the lane starts, in the order of its first batch."""
+        start, drawn = [lane.theta[None].to(self.backbone.device)], [(0, int(i)) for i in lane.schedule[0]]
+        for first in range(0, len(drawn), together):
+            yield from self._gradients([lane], drawn[first : first + together], 0, start)[0][0]
 
 
 def noised(sums: torch.Tensor, shields: Sequence[Shield], step: int, name: str) -> torch.Tensor:

@@ -252,3 +252,41 @@ def test_sites_work_through_the_proxy_and_nobody_registers_through_it(tmp_path, 
         with pytest.raises(subprocess.CalledProcessError) as refused:
             made.register("north", port=port)
         assert "403" in str(refused.value.stdout) + str(refused.value.stderr)
+
+
+@pytest.mark.slow
+def test_sites_add_up_masked_updates_and_one_that_is_killed_is_missed(tmp_path, model_folder, monkeypatch):
+    """Four sites with secure aggregation and real keys, of which one is killed in a round."""
+    sites = ("north", "south", "west", "east")
+    made = Deployment(tmp_path, model_folder("llama"), sites)
+    run = tmp_path / "run"
+    try:
+        made.start(*sites)
+        process = made.federate(
+            "federate", "quickstart", *SMALL, "federation.sites=4", "training.rounds=4", f"output={run}",
+            f"backbone.model={made.model}", "federation.secure_aggregation=true", "federation.min_answers=3",
+            "federation.deadline=20",
+        )  # fmt: skip
+        wait_for(lambda: (run / "metrics.jsonl").is_file() and events(run, "round"), "a first round")
+        made.kill("east")
+        assert process.wait(300) == 0, made.log("federate")
+    finally:
+        made.stop()
+    sent = [event["bytes_up"] for event in events(run, "round")]
+    masked = [{name for name, size in each.items() if size > 10_000} for each in sent]  # keys and shares are small
+    assert len(masked) == 4 and masked[0] == set(sites) and masked[-1] == set(sites) - {"east"}
+    assert all(event["sites"].keys() == {"all sites"} for event in events(run, "validation"))
+    with monkeypatch.context() as patch:
+        rounds, real = iter(masked), InProcessEngine.answers
+
+        def answers(self, step, asked, question):
+            chosen = next(rounds) if step.name == "train" else {one.member.name for one in asked}
+            return real(self, step, [one for one in asked if one.member.name in chosen], question)
+
+        patch.setattr(InProcessEngine, "answers", answers)
+        other = tmp_path / "in-one-process"
+        own = ["data.source=jsonl", f"data.path={made.data}", f"output={other}", "federation.rule=mean"]
+        settings = [*SMALL, f"backbone.model={made.model}", "training.rounds=4"]
+        assert main(["run", "quickstart", *settings, *own, "--quiet"]) == 0
+    for name in ("theta", "phi"):
+        assert_trained_alike(state(run)[name], state(other)[name])
