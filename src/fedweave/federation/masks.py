@@ -18,6 +18,7 @@ import numpy as np
 import torch
 
 from fedweave.errors import UserError
+from fedweave.federation.admission import Receipts
 from fedweave.federation.client import Client, Distant
 from fedweave.federation.message import Facts, Message, Refused
 from fedweave.federation.steps import Answer, Asked, Figure, Part, R, Reply, Step
@@ -35,7 +36,6 @@ from fedweave.privacy.masking import (
 )
 
 if TYPE_CHECKING:
-    from fedweave.federation.admission import Receipts
     from fedweave.federation.compute import Compute
     from fedweave.federation.engines.base import Engine
 
@@ -175,9 +175,7 @@ def masked_ask(
         )
 
     def told(aside: Step, indices: Sequence[int], message: Message) -> dict[int, torch.Tensor]:
-        found = engine.ask(
-            aside, [index_of[i] for i in indices], message, type(receipts)(bytes_up=receipts.bytes_up)
-        )
+        found = engine.ask(aside, [index_of[i] for i in indices], message, Receipts(bytes_up=receipts.bytes_up))
         return {member.index: reply for member, reply in sorted(found, key=lambda pair: pair[0].index)}
 
     def closed(count: int) -> None:

