@@ -47,6 +47,9 @@ class Tampered:
     def ask(self, *args):
         return Engine.ask(self, *args)
 
+    def hear(self, *args):
+        return Engine.hear(self, *args)
+
     def replies(self, *args):
         for member, sealed in self.engine.replies(*args):
             if member.index != BAD:
