@@ -93,6 +93,8 @@ def _check_masked(config: Config) -> None:
     federation, clients = config.federation, config.data.clients
     if config.data.source == "sites":
         clients = federation.sites or 3
+    share = config.training.participation
+    clients = min(clients, max(1, round(share * clients)) if share <= 1 else int(share))  # of a round
     for broken, sentence in (
         (config.method not in SUMMED, f"sums updates alone, as {', '.join(SUMMED)} do; {config.method} does not"),
         (
@@ -103,7 +105,7 @@ def _check_masked(config: Config) -> None:
         (federation.quarantine > 0, "hides who pulls against the others; set federation.quarantine=0"),
         (federation.update_dtype != "float32", "has its own encoding; set federation.update_dtype=float32"),
         (config.experts.labels == "router", "does not hide each bucket's expert; set experts.labels=buckets"),
-        (clients < 3, "needs three clients at least: a sum of two tells each of the other"),
+        (clients < 3, "needs three clients in every round: a sum of two tells each of the other"),
     ):
         if broken:
             raise UserError(f"federation.secure_aggregation {sentence}.")

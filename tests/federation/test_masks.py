@@ -1,20 +1,28 @@
 """Secure aggregation in whole federations: the same model, of sums alone, whichever clients drop out."""
 
+import json
+from dataclasses import replace
+
 import pytest
 import torch
 
+from fedweave.cli import main
+from fedweave.console import Console
 from fedweave.errors import UserError
 from fedweave.federation.admission import Receipts
 from fedweave.federation.evaluate import Loss
 from fedweave.federation.masks import MASKED, NAMES
 from fedweave.federation.private import privacy_figures
 from fedweave.federation.rounds import federate, one_round
+from fedweave.federation.site.rehearsal import check_site
+from fedweave.federation.site.settings import Floors, SiteConfig
 from fedweave.federation.state import broadcast
 from fedweave.methods import build_method
 from fedweave.privacy.budget import Budget
 from fedweave.privacy.masking import threshold
 from tests.federation.flower.conftest import Federation, models  # noqa: F401 - a fixture
 from tests.federations import changed, make_engine, run
+from tests.helpers import events
 
 pytest.importorskip("cryptography", reason="pip install 'fedweave[privacy]'")
 pytestmark = pytest.mark.usefixtures("smooth_optimiser")
@@ -163,9 +171,29 @@ def test_client_level_privacy_and_masks_go_together_over_flower(config, backbone
         ({"federation": {"update_dtype": "int8"}}, r"set federation\.update_dtype=float32"),
         ({"method": "fedlease"}, "fedlease does not"),
         ({"experts": {"labels": "router"}}, r"set experts\.labels=buckets"),
-        ({"data": {"clients": 2}}, "three clients at least"),
+        ({"data": {"clients": 2}}, "three clients in every round"),
+        ({"training": {"participation": 2}}, "three clients in every round"),
     ],
 )
 def test_what_needs_single_answers_is_refused_by_a_sentence(sections, sentence, config):
     with pytest.raises(UserError, match=sentence):
         masked(config, **sections)
+
+
+def test_a_whole_run_on_sums_is_told_as_one(tiny_run, tmp_path):
+    folder = tiny_run("federation.secure_aggregation=true")
+    assert all(event["client_losses"].keys() == {"all clients"} for event in events(folder, "round"))
+    assert main(["export", str(folder), str(tmp_path / "bundle")]) == 0
+    assert "sums alone (secure aggregation)" in (tmp_path / "bundle" / "README.md").read_text()
+    assert main(["report", str(folder), "--output", str(tmp_path / "page.html")]) == 0
+
+
+def test_a_rehearsal_shows_what_would_be_masked(config, tmp_path, model_folder):
+    rows = [json.dumps({"prompt": f"Say {n}.", "response": str(n)}) for n in range(12)]
+    (tmp_path / "rows.jsonl").write_text("\n".join(rows))
+    settings = SiteConfig("clinic", str(tmp_path / "rows.jsonl"), floors=Floors(secure=True))
+    settings = replace(settings, backbone=replace(settings.backbone, model=str(model_folder("llama"))))
+    said = check_site(settings, masked(config), build_method, Console(quiet=True))
+    assert "masks   on all that is added up" in said and "secure True" in said and "expert.0" in said
+    with pytest.raises(UserError, match=r"floors\.secure asks for"):
+        check_site(settings, masked(config, on=False), build_method, Console(quiet=True))

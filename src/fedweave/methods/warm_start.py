@@ -108,6 +108,8 @@ def warm_up_router(
     pupils = [
         m for m in engine.members if contrast == "all" or len(set(m.assignment)) > 1
     ]  # can tell something apart
+    if step.config.federation.secure_aggregation and len(pupils) < 3:  # of so few no sum is opened
+        contrast, pupils = "all", list(engine.members)
     progress = engine.console.progress("router warm start", settings.rounds * len(pupils), "client rounds")
     for t in range(settings.rounds):
         question = Message({"phi": phi}, {"t": t, "contrast": contrast, **router_facts(router)})

@@ -28,6 +28,7 @@ def question(config, step: str = "train", t: int = 0) -> Message:
         (Floors(clip=0.1), {"training": {"clip": 1e-9}}, "train", "asks for 1e-09, where this site's floors.clip"),
         (Floors(questions=("hello", "train")), {}, "moments", "does not answer 'moments'"),
         (Floors(rounds=1), {}, "train", "1 rounds at most"),
+        (Floors(secure=True), {}, "train", "no secure aggregation, which this site's floors.secure asks for"),
         (Floors(level="example"), {}, "discover", "privacy.level is none, this site's floors.level example"),
     ],
 )  # fmt: skip

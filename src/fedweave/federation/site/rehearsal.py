@@ -31,9 +31,11 @@ def check_site(settings: SiteConfig, config: Config, build_method: BuildMethod, 
             config.training, local_steps=min(config.training.local_steps, config.discovery.max_buckets)
         ),
         discovery=replace(config.discovery, warmup_steps=1),
-    )  # as many steps as sizes need
-    source = OwnFiles(settings)
+        federation=replace(config.federation, secure_aggregation=False),
+    )  # as many steps as sizes need, and no masks, which take several sites
+    source, masked = OwnFiles(settings), config.federation.secure_aggregation
     source.state = None  # a rehearsal leaves nothing behind
+    source.floors = replace(settings.floors, secure=settings.floors.secure and not masked)
     site = Site(source, Models(), build_method, console)
     sent = rehearse(site, short, build_method)
     assert site.session is not None
@@ -45,6 +47,11 @@ def check_site(settings: SiteConfig, config: Config, build_method: BuildMethod, 
         f"  model   {backbone.name}, fingerprint {backbone.fingerprint}",
         f"  device  {backbone.device}, {str(backbone.dtype).removeprefix('torch.')}",
         f"  floors  {', '.join(f'{key} {value}' for key, value in vars(settings.floors).items() if value)}",
+        *(
+            ["  masks   on all that is added up: in the federation, nobody sees these answers by themselves"]
+            if masked
+            else []
+        ),
         "",
         "What it would send (as many experts as it has buckets; a federation finds their number):",
         "",
