@@ -39,16 +39,10 @@ SCHEMA = 1
 def write_bundle(target: Path, model: FedWeaveModel, origin: Origin, told: Experts | None = None) -> Description:
     """A model as a bundle, with what is ``told`` of its experts; returns what fedweave.json holds."""
     description = describe(model, origin)
-    layout = model.mixture.layout
-    with _new_folder(target) as partial:
-        for m in range(layout.experts):
-            folder = partial / f"expert_{m}"
-            write_adapter(folder, layout.named(model.theta.cpu(), m), description)
-            check_adapter(folder, model, _only(m, layout.experts))
-        if SHARED in model.experts.adapter_names:
-            nobody = torch.zeros(layout.experts)
-            write_adapter(partial / SHARED, layout.mixed(model.theta.cpu(), nobody, ()), description)
-            check_adapter(partial / SHARED, model, nobody)
+    with new_folder(target) as partial:
+        for name, tensors in named_adapters(model):
+            write_adapter(partial / name, tensors, description)
+            check_adapter(partial / name, model, model.experts.only(name)[1])
         _write_router(partial, model)
         if told is not None:
             write_experts(partial, told)
@@ -65,7 +59,7 @@ def write_soft(target: Path, model: FedWeaveModel, description: Description, wei
     """One PEFT adapter of rank M·r + R: the experts side by side, each B with its weight, and what they share."""
     layout = model.mixture.layout
     gates = mixture_weights(weights, layout.experts)
-    with _new_folder(target) as partial:
+    with new_folder(target) as partial:
         partial.rmdir()
         write_adapter(partial, layout.mixed(model.theta.cpu(), gates), description)
         check_adapter(partial, model, gates)
@@ -76,23 +70,36 @@ def write_soft(target: Path, model: FedWeaveModel, description: Description, wei
 
 def write_merged(target: Path, model: FedWeaveModel, description: Description, expert: int) -> None:
     """A dense model folder: the backbone with one expert, and what it shares, added into its weights."""
-    layout, backbone = model.mixture.layout, model.backbone
-    if not 0 <= expert < layout.experts:
-        raise UserError(f"there is no expert {expert}; the model has experts 0 to {layout.experts - 1}.")
-    with _new_folder(target) as partial:
-        expected = probe(model, _only(expert, layout.experts))
-        scale = model.mixture.scale
-        with torch.no_grad():
-            named = layout.named(model.theta, expert)
-            for name in layout.names:
-                a, b = (named[f"base_model.model.{name}.lora_{factor}.weight"] for factor in "AB")
-                weight = backbone.model.get_submodule(name).weight  # [out, in]
-                weight.copy_(weight.float() + scale * b @ a)
-        compare(f"the dense model of expert {expert}", probe(model), expected, backbone.dtype)
+    backbone = model.backbone
+    with new_folder(target) as partial:
+        merge(model, expert)
         backbone.model.generation_config.eos_token_id = backbone.end_ids  # where answers were trained to end
         backbone.model.save_pretrained(partial)
         prompting = how_a_prompt_looks(backbone.prompts, write_tokenizer(partial, backbone.prompts))
         (partial / "README.md").write_text(merged_card(description, expert, prompting), encoding="utf-8")
+
+
+def merge(model: FedWeaveModel, expert: int) -> None:
+    """Add an expert, and what it shares, into the backbone's weights: from now on its model is dense."""
+    layout = model.mixture.layout
+    if not 0 <= expert < layout.experts:
+        raise UserError(f"there is no expert {expert}; the model has experts 0 to {layout.experts - 1}.")
+    expected = probe(model, model.experts.only(f"expert_{expert}")[1])
+    with torch.no_grad():
+        named = layout.named(model.theta, expert)
+        for name in layout.names:
+            a, b = (named[f"base_model.model.{name}.lora_{factor}.weight"] for factor in "AB")
+            weight = model.backbone.model.get_submodule(name).weight  # [out, in]
+            weight.copy_(weight.float() + model.mixture.scale * b @ a)
+    compare(f"the dense model of expert {expert}", probe(model), expected, model.backbone.dtype)
+
+
+def named_adapters(model: FedWeaveModel) -> Iterator[tuple[str, dict[str, torch.Tensor]]]:
+    """Every adapter that a prompt may need, in PEFT's names and shapes: an expert has what all share in it."""
+    layout, theta = model.mixture.layout, model.theta.cpu()
+    for m, name in enumerate(model.experts.adapter_names):
+        nobody = torch.zeros(layout.experts)
+        yield name, layout.mixed(theta, nobody, ()) if name == SHARED else layout.named(theta, m)
 
 
 def mixture_weights(weights: Sequence[float], experts: int) -> torch.Tensor:
@@ -135,7 +142,7 @@ def require_new(target: Path) -> None:
 
 
 @contextmanager
-def _new_folder(target: Path) -> Iterator[Path]:
+def new_folder(target: Path) -> Iterator[Path]:
     """A folder that appears whole or not at all."""
     require_new(target)
     try:
@@ -152,10 +159,6 @@ def _share(folder: Path) -> None:
     os.umask(mask)
     for path in folder.rglob("*"):
         path.chmod((0o777 if path.is_dir() else 0o666) & ~mask)
-
-
-def _only(expert: int, experts: int) -> torch.Tensor:
-    return torch.nn.functional.one_hot(torch.tensor(expert), experts).float()  # [M]
 
 
 def _write_router(folder: Path, model: FedWeaveModel) -> None:

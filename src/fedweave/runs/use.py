@@ -14,6 +14,7 @@ from fedweave.bundle.card import Origin, base_model
 from fedweave.bundle.export import describe, require_new, write_bundle, write_merged, write_soft
 from fedweave.bundle.hub import fetch_bundle, hub_repository
 from fedweave.bundle.load import is_bundle, load_bundle, verify_bundle
+from fedweave.bundle.programs import check_quantisation, write_gguf, write_mlx
 from fedweave.config import Config, from_tree, split_overrides
 from fedweave.console import Console
 from fedweave.data import load_data
@@ -165,6 +166,37 @@ def export_merged(
     """Write a dense model with one expert of a run or a bundle in its weights."""
     require_new(target)
     write_merged(target, *_described(source, last, checkpoint, model, base), expert)
+
+
+def export_gguf(
+    source: Path,
+    target: Path,
+    quantisation: str = "Q8_0",
+    expert: int | None = None,
+    last: bool = False,
+    checkpoint: int | None = None,
+    *,
+    model: str | None = None,
+    base: str | None = None,
+) -> None:
+    """Write a run's or a bundle's model for llama.cpp and Ollama: backbone and experts, or one expert merged."""
+    require_new(target)
+    check_quantisation(quantisation)
+    write_gguf(target, *_described(source, last, checkpoint, model, base), quantisation, expert)
+
+
+def export_mlx(
+    source: Path,
+    target: Path,
+    last: bool = False,
+    checkpoint: int | None = None,
+    *,
+    model: str | None = None,
+    base: str | None = None,
+) -> None:
+    """Write the experts of a run or a bundle for MLX."""
+    require_new(target)
+    write_mlx(target, *_described(source, last, checkpoint, model, base))
 
 
 def _the_model(
