@@ -1,4 +1,4 @@
-"""Experts for MLX, loaded by mlx_lm where it is installed (`pip install mlx-lm mlx-cpu` where there is no Apple GPU)."""
+"""Experts for MLX, loaded by mlx_lm where it is installed (`pip install mlx-lm mlx-cpu`, on any machine)."""
 
 import pytest
 import torch

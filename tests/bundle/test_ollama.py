@@ -17,7 +17,8 @@ TEMPLATES = {
     "<|start|>system\nBe kind.<|end|>\n{% endif %}<|start|>{{ m['role'] }}\n{{ m['content'] }}<|end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|start|>assistant\n{% endif %}",
     "begins": "{{ bos_token }}{% for m in messages %}<|start|>{{ m['role'] }}<|end|>\n\n"
-    "{{ m['content'] | trim }}<eos>{% endfor %}{% if add_generation_prompt %}<|start|>assistant<|end|>\n\n{% endif %}",
+    "{{ m['content'] | trim }}<eos>{% endfor %}"
+    "{% if add_generation_prompt %}<|start|>assistant<|end|>\n\n{% endif %}",
     "no system": "{% if messages[0]['role'] == 'system' %}{{ raise_exception('no system role') }}{% endif %}"
     "{% for m in messages %}<|start|>{{ 'model' if m['role'] == 'assistant' else m['role'] }}\n{{ m['content'] }}"
     "<|end|>\n{% endfor %}{% if add_generation_prompt %}<|start|>model\n{% endif %}",
