@@ -23,18 +23,19 @@ Tables = dict[str, Any]  # tokenizer.json, parsed
 
 def write_tables(writer: GGUFWriter, prompts: PromptFormat, rows: int) -> None:
     """Vocabulary, merges, special tokens and the template of training. ``rows``: of the embedding, which may have
-    more than the tokenizer has tokens."""
+    more than the tokenizer has tokens; a token that has no row is in no text."""
     tokenizer = with_template(prompts)
     tables: Tables = json.loads(tokenizer.backend_tokenizer.to_str())
     if tables["model"]["type"] != "BPE":
         raise _unknown(f"a {tables['model']['type']} vocabulary")
     tokens = [f"[PAD{i}]" for i in range(rows)]
     types = [_UNUSED] * rows
-    for token, i in tables["model"]["vocab"].items():
-        tokens[i], types[i] = token, _NORMAL
+    known = [(i, token, _NORMAL) for token, i in tables["model"]["vocab"].items()]
     for added in tables["added_tokens"]:
-        tokens[added["id"]] = added["content"]
-        types[added["id"]] = _CONTROL if added["special"] else _USER_DEFINED
+        known.append((added["id"], added["content"], _CONTROL if added["special"] else _USER_DEFINED))
+    for i, token, kind in known:
+        if i < rows:
+            tokens[i], types[i] = token, kind
     if tables["model"].get("byte_fallback"):
         _pieces(writer, tokenizer, tables, tokens, types)
     else:
@@ -43,7 +44,7 @@ def write_tables(writer: GGUFWriter, prompts: PromptFormat, rows: int) -> None:
         writer.add_token_merges([" ".join(pair) for pair in _merges(tables)])
     writer.add_token_list(tokens)
     writer.add_token_types(types)
-    _marks(writer, prompts)
+    _marks(writer, prompts, rows)
     if tokenizer.chat_template is not None:
         writer.add_chat_template(tokenizer.chat_template)
 
@@ -81,7 +82,7 @@ def _pieces(
     writer.add_add_space_prefix(tokenizer.tokenize("a")[0].startswith("▁"))
 
 
-def _marks(writer: GGUFWriter, prompts: PromptFormat) -> None:
+def _marks(writer: GGUFWriter, prompts: PromptFormat, rows: int) -> None:
     """The tokens that begin a prompt and end an answer: those of training."""
     tokenizer = prompts.tokenizer
     ends = [i for i in (prompts.end_id, tokenizer.eos_token_id) if i is not None]
@@ -93,7 +94,7 @@ def _marks(writer: GGUFWriter, prompts: PromptFormat) -> None:
         "pad": tokenizer.pad_token_id,
     }
     for role, token in named.items():
-        if token is not None:
+        if token is not None and token < rows:
             getattr(writer, f"add_{role}_token_id")(token)
     writer.add_add_bos_token(begins(prompts))
     writer.add_add_eos_token(False)

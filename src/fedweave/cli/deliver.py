@@ -64,9 +64,10 @@ def register(verbs: Verbs) -> None:
     )
     serve.add_argument(
         "--upstream-kind",
-        choices=["vllm", "sglang"],
+        choices=["vllm", "sglang", "llama"],
         default="vllm",
-        help="how it takes an expert: as the model's name (vLLM, fedweave), or as lora_path (SGLang)",
+        help="how it takes an expert: as the model's name (vLLM, fedweave), as lora_path (SGLang), or as a file's "
+        "number (llama-server)",
     )
     serve.add_argument("--upstream-key", help="its key (default: the environment's FEDWEAVE_UPSTREAM_KEY)")
     backbone(serve)
