@@ -3,10 +3,10 @@
     python -m benchmarks.llama_server BUNDLE --quantise Q8_0 --tokens 96 --output llama-server.json
 
 The bundle is exported as GGUF files, and three programs start: `fedweave serve`, llama-server (at
-FEDWEAVE_LLAMA_SERVER or on the PATH) and `fedweave serve --upstream` before it. The same new prompts of the built-in
-sample go to both addresses, one at a time and in turns, so that a slow second hits both alike. Time is a client's,
-from the request to the last text: the router's look at the prompt is in it. A bundle whose answers go on to the limit
-(`backbone.end_of_answer=false`) measures decoding; one whose answers end early, mostly prompts.
+FEDWEAVE_LLAMA_SERVER or on the PATH) and `fedweave serve --upstream` before it. The same new prompts of the
+built-in sample go to both addresses, one at a time and in turns, so that a slow second hits both alike. Time is a
+client's, from the request to the last text: the router's look at the prompt is in it. A bundle whose answers go on
+to the limit (`backbone.end_of_answer=false`) measures decoding; one whose answers end early, mostly prompts.
 """
 
 from __future__ import annotations

@@ -47,3 +47,14 @@ def test_mlx_gives_the_logits_of_the_experts(exported, written, model_folder):
         model, _ = mlx_lm.load(str(model_folder("llama")), adapter_path=str(written / f"expert_{m}"))
         logits = torch.tensor(model(mx.array(probe_ids(ours).tolist())).astype(mx.float32)[0].tolist())
         torch.testing.assert_close(logits, probe(ours, ours.experts.only(f"expert_{m}")[1]), atol=1e-3, rtol=1e-3)
+
+
+def test_the_readmes_code_gives_the_experts_answer(exported, written, model_folder):
+    pytest.importorskip("mlx_lm", reason="mlx-lm is not installed")
+    ours = load_bundle(exported)
+    code = (written / "README.md").read_text().split("```python\n")[1].split("```")[0]
+    base, found = model_folder("llama"), {}
+    exec(code.replace("PATH", str(written)).replace(f'"{base.name}"', f'"{base}"'), found)
+    prompt = "Fix the grammar: Ada go to school."
+    expected = ours.generate([prompt], adapter="expert_0", max_new_tokens=256)[0].text
+    assert found["answer"].strip().startswith(expected[:40])

@@ -5,7 +5,7 @@ DIR/README.md                  model card
     tokenizer.json, chat_template.jinja …      the tokenizer, with a template that renders prompts as training did
     fedweave.json              what the router needs to know, and a checksum of every file but the card
     router.safetensors
-    expert_0/adapter_config.json, adapter_model.safetensors      loads with plain PEFT and vLLM
+    expert_0/adapter_config.json, adapter_model.safetensors      loads with plain PEFT and vLLM; the tokenizer, too
     expert_1/…
 
 Whatever is written is loaded back through PEFT and compared with the trained experts before it gets its name.
@@ -43,6 +43,7 @@ def write_bundle(target: Path, model: FedWeaveModel, origin: Origin, told: Exper
         for name, tensors in named_adapters(model):
             write_adapter(partial / name, tensors, description)
             check_adapter(partial / name, model, model.experts.only(name)[1])
+            write_tokenizer(partial / name, model.backbone.prompts)  # for pipelines that know this folder alone
         _write_router(partial, model)
         if told is not None:
             write_experts(partial, told)

@@ -26,10 +26,10 @@ def is_bundle(folder: Path) -> bool:
     return (folder / "fedweave.json").is_file()
 
 
-def load_bundle(folder: Path, model: str | None = None, device: str = "auto") -> FedWeaveModel:
+def load_bundle(folder: Path, model: str | None = None, device: str = "auto", dtype: str = "auto") -> FedWeaveModel:
     """A bundle's model. ``model`` names the backbone when it lies elsewhere than where it was trained."""
     description = verify_bundle(folder)
-    backbone = load_backbone(bundle_backbone(description, model, device))
+    backbone = load_backbone(bundle_backbone(description, model, device, dtype))
     layers = backbone.linear_layers(description["target_modules"])
     experts = read_experts(folder, description, backbone, layers)
     return FedWeaveModel(backbone, Mixture(layers, experts.layout, description["alpha"]), experts)
@@ -53,8 +53,10 @@ def verify_bundle(folder: Path) -> Description:
     return description
 
 
-def bundle_backbone(description: Description, model: str | None, device: str) -> BackboneConfig:
-    settings = {**description["backbone"], "device": device, "dtype": "auto"}
+def bundle_backbone(
+    description: Description, model: str | None, device: str, dtype: str = "auto"
+) -> BackboneConfig:
+    settings = {**description["backbone"], "device": device, "dtype": dtype}
     if model is not None:
         settings["model"] = model
     return build(BackboneConfig, settings, "backbone.")
