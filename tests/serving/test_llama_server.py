@@ -2,6 +2,7 @@
 FEDWEAVE_LLAMA_SERVER and on the PATH."""
 
 import asyncio
+import json
 import os
 import shutil
 import subprocess
@@ -165,6 +166,11 @@ def test_options_and_what_only_llama_server_offers(gateway, twin):
     only = {"grammar": 'root ::= "yes" | "no"'}
     answer = client.chat.completions.create(**ask(PROMPTS[0], max_tokens=12), extra_body=only)
     assert answer.choices[0].message.content in ("yes", "no")
+    choice = {"type": "json_schema", "json_schema": {"name": "a", "schema": {"enum": ["yes", "no"]}}}
+    answer = client.chat.completions.create(**ask(PROMPTS[0], max_tokens=12), response_format=choice)
+    assert json.loads(answer.choices[0].message.content) in ("yes", "no")
+    body = ask(PROMPTS[0], max_tokens=12, response_format={"type": "json_object"})
+    assert client.chat.completions.create(**body).choices[0].message.content.startswith("{")
     for field, message in (
         ({"temprature": 1}, "no such field"),
         ({"min_tokens": 3}, "llama-server does not offer it"),

@@ -252,6 +252,8 @@ def _loading(base: str, model: FedWeaveModel, template: bool) -> list[str]:
         + (" --chat-template PATH/chat_template.jinja" if template else ""),
         "```",
         "",
+        "For llama.cpp, Ollama and MLX: `fedweave export PATH DIR --format gguf`, or `--format mlx`.",
+        "",
     ]
 
 
