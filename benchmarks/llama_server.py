@@ -31,6 +31,7 @@ import httpx
 import psutil
 import torch
 
+from fedweave.bundle.card import base_model
 from fedweave.bundle.load import verify_bundle
 from fedweave.data.sample import make_sample
 from fedweave.runs.summary import environment
@@ -152,7 +153,7 @@ def main() -> None:
     texts = [(a.text, b.text) for a, b in zip(*answers.values(), strict=True)]
     report = {
         "benchmark": "llama_server",
-        "model": verify_bundle(arguments.folder)["backbone"]["model"],
+        "model": base_model(verify_bundle(arguments.folder)),
         "quantise": arguments.quantise,
         "threads": arguments.threads,
         "results": results,
