@@ -90,7 +90,7 @@ def test_what_stands_between_messages_is_read_off(formats, name):
 
 def test_a_rendering_that_does_more_gets_no_template(formats):
     prompts = formats("default system")
-    for odd in ("{{ messages | length }}", "{{ '{{' }}"):
+    for odd in ("{{ messages | length }}", "{{ '{{' }}", "\t"):
         prompts.tokenizer.chat_template = TEMPLATES["default system"] + odd
         assert read_between(prompts) is None
         assert 'TEMPLATE """{{ .Prompt }}"""' in modelfile("m.gguf", None, prompts, 512)

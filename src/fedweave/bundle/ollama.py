@@ -66,7 +66,7 @@ def read_between(prompts: PromptFormat) -> Between | None:
         before_system, after_system = None, ""
     between = Between(before_user, before_answer, after_answer, behind, before_system, after_system)
     literals = [text for field in fields(between) if (text := getattr(between, field.name))]
-    if any(mark in text for text in literals for mark in ("{{", '"""')):
+    if any("{{" in text or '"""' in text or not text.replace("\n", "").isprintable() for text in literals):
         return None
     known = [roles for roles in _TRIALS if before_system is not None or "s" not in roles]
     same = all(
