@@ -10,7 +10,7 @@ from gguf import GGUFReader, GGUFWriter
 from gguf.quants import dequantize
 from tokenizers import Tokenizer, decoders, models, normalizers
 
-from fedweave.backbone.gguf import build_tokenizer
+from fedweave.backbone.gguf import SPLITTERS, build_tokenizer, word_splitter
 from fedweave.backbone.load import load_backbone
 from fedweave.backbone.prompts import PromptFormat
 from fedweave.bundle.adapter import probe
@@ -155,6 +155,20 @@ def test_a_byte_level_tokenizer_comes_back(tokenizer, chat_tokenizer, tmp_path, 
     ends = {name: reader.fields[f"tokenizer.ggml.{name}_token_id"].contents() for name in ("eos", "eot")}
     assert ends == {"eos": prompts.end_id, "eot": tokenizer.eos_token_id}
     assert found.convert_ids_to_tokens(len(tokenizer) + 2) == f"[PAD{len(tokenizer) + 2}]"
+
+
+@pytest.mark.parametrize("rule", SPLITTERS)
+def test_every_rule_for_splitting_words_is_known_again(tokenizer, tmp_path, rule):
+    from transformers import PreTrainedTokenizerFast
+
+    own = PreTrainedTokenizerFast(
+        tokenizer_object=Tokenizer.from_str(tokenizer._tokenizer.to_str()), eos_token="<eos>"
+    )
+    own._tokenizer.pre_tokenizer = word_splitter(rule)
+    found, reader = tables_of(PromptFormat(own, BackboneConfig(prompt="plain")), tmp_path / "t.gguf")
+    assert reader.fields["tokenizer.ggml.pre"].contents() == rule
+    for text in TEXTS:
+        assert found(text)["input_ids"] == own(text)["input_ids"]
 
 
 def sentencepiece(prefix: bool) -> Tokenizer:

@@ -110,7 +110,8 @@ def test_what_the_upstream_offers_is_handed_on_and_nothing_else(model, like_vllm
     with running(model, upstream=url) as gateway:
         client = gateway.client()
         client.chat.completions.create(**ask(PROMPTS[0], max_tokens=2), extra_body=more)
-        assert {name: sent[-1][name] for name in more} == more and "n" not in sent[-1]
+        assert {name: sent[-1][name] for name in more} == more
+        assert "n" not in sent[-1] and sent[-1]["stop_token_ids"] == []
         for name, message in (("temprature", "there is no such field"), ("guided_json", "not offered")):
             with pytest.raises(openai.BadRequestError, match=f"{name}: {message}"):
                 client.chat.completions.create(**ask(PROMPTS[0], max_tokens=2), extra_body={name: {"a": 1}})

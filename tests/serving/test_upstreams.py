@@ -51,6 +51,15 @@ def test_llama_servers_events_are_text_scores_and_an_end(twin):
     assert llama.heard(EVENTS[1], ends) == Heard(reason="stop", tokens=1, last=True)
 
 
+def test_an_answer_that_shall_not_end_is_not_ended_here(twin):
+    on, ends = job(twin, {"ignore_eos": True}, stop_token_ids=[22]), twin.backbone.end_ids
+    assert Vllm(httpx.AsyncClient(), twin).request(on, {})["stop_token_ids"] == [22]
+    assert Vllm(httpx.AsyncClient(), twin).request(job(twin), {})["stop_token_ids"] == ends
+    event = {"content": "", "tokens": ends[:1], "stop": False, "tokens_predicted": 1}
+    assert Llama(httpx.AsyncClient(), twin).heard(event, job(twin)).last
+    assert not Llama(httpx.AsyncClient(), twin).heard(event, on).last
+
+
 @pytest.mark.parametrize(
     ("kind", "options", "message"),
     [

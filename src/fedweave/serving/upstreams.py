@@ -83,13 +83,18 @@ class Vllm:
             "response_format": {"type": "json_object"} if sampling.json_object else None,
             "stop": list(sampling.stop_strings) or None,
             # extensions of vLLM's and SGLang's
-            "stop_token_ids": [*self.model.backbone.end_ids, *sampling.stop_token_ids],
+            "stop_token_ids": self.ends(job),
             "logprobs": sampling.logprobs,
             "return_tokens_as_token_ids": None if sampling.logprobs is None else True,
             "stream": True,
             "stream_options": {"include_usage": True},
         }
         return {name: value for name, value in request.items() if value is not None} | dict(job.passed)
+
+    def ends(self, job: Job) -> list[int]:
+        """Tokens that end this answer: those of training, unless it is to go on whatever comes."""
+        own = [] if job.passed.get("ignore_eos") else self.model.backbone.end_ids
+        return [*own, *job.sampling.stop_token_ids]
 
     def heard(self, chunk: Chunk, job: Job) -> Heard:
         usage = chunk.get("usage") or {}
@@ -206,7 +211,7 @@ class Llama(Vllm):
     def heard(self, chunk: Chunk, job: Job) -> Heard:
         """A file need not know which tokens end an answer, so that they are looked for here."""
         count, kind = int(chunk.get("tokens_predicted") or 0), chunk.get("stop_type")
-        ends = (*self.model.backbone.end_ids, *job.sampling.stop_token_ids)
+        ends = self.ends(job)
         if any(token in ends for token in chunk.get("tokens") or []):
             return Heard(reason="stop", tokens=count - 1, last=True)
         if chunk.get("stop"):
