@@ -141,6 +141,11 @@ def test_local_only_has_nothing_to_export(tiny_run, tmp_path):
         export_run(run, tmp_path / "bundle")
 
 
+def test_one_tokenizer_lies_under_many_names(exported):
+    places = {(exported / folder / "tokenizer.json").stat().st_ino for folder in (".", "expert_0", "expert_1")}
+    assert len(places) == 1
+
+
 def test_where_and_how_it_computes_can_be_said(bundle, trained):
     for folder in (bundle, trained):
         assert "float32 on cpu" in repr(load(folder, device="cpu", dtype="float32"))

@@ -12,6 +12,7 @@ Whatever is written is loaded back through PEFT and compared with the trained ex
 """
 
 import os
+import shutil
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
@@ -26,7 +27,7 @@ from fedweave.bundle.card import Origin, how_a_prompt_looks, merged_card, model_
 from fedweave.bundle.tokens import write_tokenizer
 from fedweave.description.record import Experts, write_experts
 from fedweave.errors import UserError
-from fedweave.files import atomic_folder, file_sha256
+from fedweave.files import atomic_folder, files_sha256
 from fedweave.inference.model import FedWeaveModel
 from fedweave.json_files import write_json
 from fedweave.router.routed import SHARED
@@ -40,17 +41,19 @@ def write_bundle(target: Path, model: FedWeaveModel, origin: Origin, told: Exper
     """A model as a bundle, with what is ``told`` of its experts; returns what fedweave.json holds."""
     description = describe(model, origin)
     with new_folder(target) as partial:
+        has_template = write_tokenizer(partial, model.backbone.prompts)
+        tokenizer = list(partial.iterdir())
         for name, tensors in named_adapters(model):
             write_adapter(partial / name, tensors, description)
             check_adapter(partial / name, model, model.experts.only(name)[1])
-            write_tokenizer(partial / name, model.backbone.prompts)  # for pipelines that know this folder alone
+            for file in tokenizer:  # for programs that know this folder alone
+                _name_again(file, partial / name / file.name)
         _write_router(partial, model)
         if told is not None:
             write_experts(partial, told)
-        has_template = write_tokenizer(partial, model.backbone.prompts)
-        description["files"] = {
-            str(p.relative_to(partial)): file_sha256(p) for p in sorted(partial.rglob("*")) if p.is_file()
-        }
+        files = sorted(path for path in partial.rglob("*") if path.is_file())
+        names = [str(path.relative_to(partial)) for path in files]
+        description["files"] = dict(zip(names, files_sha256(files), strict=True))
         (partial / "README.md").write_text(model_card(model, origin, told, has_template), encoding="utf-8")
         write_json(partial / "fedweave.json", description)
     return description
@@ -152,6 +155,14 @@ def new_folder(target: Path) -> Iterator[Path]:
             _share(partial)
     except OSError as error:
         raise UserError(f"{target} cannot be written: {error.strerror or error}.") from error
+
+
+def _name_again(file: Path, name: Path) -> None:
+    """The same file under another name, where the disk knows such a thing: a hundred experts need one tokenizer."""
+    try:
+        os.link(file, name)
+    except OSError:
+        shutil.copyfile(file, name)
 
 
 def _share(folder: Path) -> None:

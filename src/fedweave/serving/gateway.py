@@ -80,17 +80,19 @@ class Gateway:
         job = Job(self.model.backbone.prompts.encode_prompts([PROBE])[0], Sampling(max_new_tokens=8, logprobs=1))
         experts = self.model.experts
         try:
-            said = []
-            for name in (BASE, *(experts.adapter(m) for m in range(experts.layout.experts))):
-                said.append([s.logprob async for heard in self._stream(job, name) for s in heard.scores])
+            base = await self._logprobs(job, BASE)
+            for m in range(experts.layout.experts):
+                if not base or await self._logprobs(job, experts.adapter(m)) != base:
+                    return ""
         except _BROKEN:
-            return ""
-        if not said[0] or any(other != said[0] for other in said[1:]):
             return ""
         return (
             f"every expert of the upstream {self.url} answers exactly as its bare backbone, so it does not apply "
-            "them: load them under their names, and name an SGLang server with --upstream-kind sglang."
+            f"them: {self.upstream.remedy}, and say with --upstream-kind which program it is."
         )
+
+    async def _logprobs(self, job: Job, adapter: str) -> list[float | None]:
+        return [score.logprob async for heard in self._stream(job, adapter) for score in heard.scores]
 
     def submit(self, jobs: Sequence[Job]) -> list[Answering]:
         if any(job.routing != "sparse" for job in jobs):
