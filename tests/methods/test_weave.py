@@ -249,12 +249,23 @@ def test_what_is_familiar_comes_from_sums_over_clients(woven, backbone):
     """What the server makes of sums is what one place would make of all features."""
     engine, _, state = prepared(weave(woven, router__familiar=0.9), backbone)
     engine.detach()
-    x = torch.cat([client.data.features for client in engine.members]).double()
+    x = torch.cat([client.data.features[::2] for client in engine.members]).double()
     z = (x - x.mean(0)) / x.std(0, correction=0)
     axes = torch.linalg.svd(z, full_matrices=False).Vh[: state.router.axes]  # [k, d]
     outside = z.square().sum(1) - (z @ axes.T).square().sum(1)
     found = state.router.strangeness(state.phi[0], x.float()).double()
     torch.testing.assert_close(found, outside, atol=1e-3, rtol=1e-3)
+
+
+def test_the_limit_holds_for_prompts_that_were_not_fitted(woven, backbone):
+    """As many of those that only count lie within as were asked for; of those that were summed up all or more."""
+    engine, _, state = prepared(weave(woven, router__familiar=0.8), backbone)
+    engine.detach()
+    features = [client.data.features for client in engine.members]
+    counted, summed = (
+        state.weights(torch.cat([x[part::2] for x in features])).any(1).float().mean() for part in (1, 0)
+    )
+    assert 0.8 <= counted <= 1 and summed >= counted
 
 
 @pytest.mark.parametrize("key", ["router.gate=sure", "experts.rest=0.1"])

@@ -2,9 +2,12 @@
 
 An expert does well on what it was trained on and can do harm elsewhere; the shared part is the safer answer there.
 Familiar prompts lie close to a few directions of feature space. The server learns these from sums over all
-clients, and how far out familiar prompts lie from counts: it never sees a prompt's feature.
+clients, and how far out familiar prompts lie from counts: it never sees a prompt's feature. Every other prompt of a
+client serves the sums, and the rest the counts (split conformal prediction): prompts that the directions were
+fitted to lie closer than any new one will, and a limit taken from them would send too many away.
 """
 
+import math
 from collections.abc import Iterator, Sequence
 
 import torch
@@ -29,7 +32,7 @@ Moments = tuple[int, torch.Tensor, torch.Tensor]  # prompts, sum of features [d]
 
 
 class AskMoments(Step[Moments]):
-    """What are your prompts' features and their products, summed up?"""
+    """What are the features of every other prompt of yours and their products, summed up?"""
 
     name = "moments"
 
@@ -38,7 +41,7 @@ class AskMoments(Step[Moments]):
 
     def answer(self, compute: Compute, clients: Sequence[Client], question: Message) -> Iterator[Answer]:
         for client in clients:
-            x = client.data.features.double()  # [n, d]; a variance is a small difference of large sums
+            x = client.data.features[::2].double()  # [n, d]; a variance is a small difference of large sums
             yield Answer({"sum": x.sum(0), "products": x.T @ x}, {"samples": len(x)})
 
     def figures(self, asked: Asked) -> dict[str, Figure]:
@@ -53,7 +56,7 @@ class AskMoments(Step[Moments]):
 
 
 class AskDistances(Step[torch.Tensor]):
-    """How many of your prompts lie how far outside of these directions? [bins]"""
+    """How many of your remaining prompts lie how far outside of these directions? [bins]"""
 
     name = "distances"
 
@@ -61,7 +64,7 @@ class AskDistances(Step[torch.Tensor]):
         router, phi = read_router(question.facts), question.tensors["phi"].to(compute.device)
         assert router is not None
         for client in clients:
-            far = router.strangeness(phi, client.data.features.to(phi)) / question.facts["mean"]
+            far = router.strangeness(phi, client.data.features[1::2].to(phi)) / question.facts["mean"]
             bins = (far / _WIDTH).long().clamp(0, _BINS - 1).cpu()
             yield Answer(figures={"counts": torch.bincount(bins, minlength=_BINS).tolist()})
 
@@ -114,7 +117,8 @@ class Familiarity:
             counts += found
         if not counts.any():  # nobody has said how far out familiar prompts lie: all are
             return router, phi
-        within = counts.cumsum(0) / counts.sum()
-        bins = int((within < self.config.router.familiar).sum()) + 1
+        asked = int(counts.sum())
+        inside = min(asked, math.ceil((asked + 1) * self.config.router.familiar))  # the next prompt counts too
+        bins = int((counts.cumsum(0) < inside).sum()) + 1
         router.views(phi)["familiar.limit"].fill_(bins * _WIDTH * mean_distance)
         return router, phi
