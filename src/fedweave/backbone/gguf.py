@@ -67,8 +67,9 @@ def _convert(gguf: Path, folder: Path) -> None:
             output_loading_info=True,
             trust_remote_code=False,
         )
-        if info["missing_keys"]:
-            raise ValueError(f"it lacks {sorted(info['missing_keys'])[0]}")
+        for wrong in ("missing_keys", "mismatched_keys"):
+            if info[wrong]:
+                raise ValueError(f"it lacks {min(map(str, info[wrong]))}, or has it in another shape")
         check_finite(model)
     except UserError:
         raise

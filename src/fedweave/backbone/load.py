@@ -203,6 +203,8 @@ def load_backbone(config: BackboneConfig) -> Backbone:
         )
         if info["missing_keys"]:
             raise ValueError(f"the files lack {sorted(info['missing_keys'])[0]}")
+        if info["mismatched_keys"]:
+            raise ValueError(f"{min(map(str, info['mismatched_keys']))} has another shape than the config says")
         model = model.to(device)
         check_finite(model)
     except UserError:
