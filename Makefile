@@ -2,13 +2,14 @@
 # make test         installs everything and passes the tests
 # make check        lint, format and types
 # make docs         the guides as a site in build/site
+# make audit        known vulnerabilities of the pinned packages; needs a network
 
 VENV ?= .venv
 PYTHON ?= python3
 BIN := $(VENV)/bin
 READY := $(VENV)/.installed
 
-.PHONY: install quickstart test test-slow check docs format clean
+.PHONY: install quickstart test test-slow check docs audit format clean
 
 install: $(READY)
 
@@ -34,6 +35,11 @@ check: $(READY)
 
 docs: $(READY)
 	$(BIN)/mkdocs build --strict
+
+# Strict: a package that could not be looked up is no package without faults.
+audit: $(READY)
+	$(BIN)/python -m pip install -q --disable-pip-version-check 'pip-audit>=2.7'
+	$(BIN)/pip-audit --strict --no-deps --disable-pip -r constraints.txt
 
 format: $(READY)
 	$(BIN)/ruff format .

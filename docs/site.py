@@ -1,16 +1,12 @@
-"""What the site adds to the pages: navigation from README.md's tables, the reference of every config key, colours
-of code for light and dark, and a search that also works from the disk."""
+"""What the site adds to the pages: navigation from README.md's tables and the reference of every config key."""
 
 from __future__ import annotations
 
-import json
 import re
 from pathlib import Path
 from typing import Any
 
-from mkdocs.plugins import event_priority
 from mkdocs.structure.files import File, Files
-from pygments.formatters import HtmlFormatter
 
 from fedweave.config import Config
 from fedweave.settings import describe
@@ -34,16 +30,7 @@ def on_config(config: Any) -> Any:
 
 def on_files(files: Files, config: Any) -> Files:
     files.append(File.generated(config, REFERENCE, content=reference()))
-    files.append(File.generated(config, "highlight.css", content=highlight()))
     return files
-
-
-@event_priority(-100)  # after the search plugin, which writes the index
-def on_post_build(config: Any) -> None:
-    """The search index as a script: a page that was opened from the disk may read no JSON (docs/theme.js)."""
-    folder = Path(config.site_dir) / "search"
-    texts = json.loads((folder / "search_index.json").read_text(encoding="utf-8"))["docs"]
-    (folder / "index.js").write_text(f"window.searchTexts = {json.dumps(texts)};", encoding="utf-8")
 
 
 def on_page_markdown(markdown: str, page: Any, config: Any, files: Files) -> str:
@@ -57,12 +44,6 @@ def on_page_markdown(markdown: str, page: Any, config: Any, files: Files) -> str
         )
 
     return re.sub(r"\[([^]]+)\]\((\.\./[^)#\s]+)\)", name, markdown)
-
-
-def highlight() -> str:
-    """Pygments' colours, one style for light pages and one for dark."""
-    light, dark = (HtmlFormatter(style=style) for style in ("default", "monokai"))
-    return light.get_style_defs(".codehilite") + "\n" + dark.get_style_defs('[data-bs-theme="dark"] .codehilite')
 
 
 def reference() -> str:

@@ -4,6 +4,8 @@ import json
 
 import pytest
 
+from fedweave.config import from_tree
+from fedweave.data.own import read_prompts, read_test
 from tests.helpers import read_json, read_jsonl, write_jsonl
 
 
@@ -85,3 +87,13 @@ def test_mistakes_show_before_the_model_loads(trained, tmp_path, monkeypatch, co
     monkeypatch.chdir(tmp_path)
     (tmp_path / "taken.json").write_text("[]")
     assert word in complains("generate", trained, "How many?", *arguments)
+
+
+def test_rows_to_ask_may_have_the_columns_of_the_training_data_or_the_usual_ones(tmp_path):
+    fields = {"prompt": "question", "response": "answer", "client": "site"}
+    own = write_jsonl(tmp_path / "own.jsonl", [{"question": "How many?", "answer": "2"}])
+    usual = write_jsonl(tmp_path / "usual.jsonl", [{"prompt": "How many?", "response": "2"}])
+    for file in (own, usual):
+        assert [prompt for _, prompt in read_prompts(file, fields)] == ["How many?"]
+        config = from_tree({"data": {"fields": [f"{what}={column}" for what, column in fields.items()]}})
+        assert [row.response for row in read_test(config, str(file), "")[0]] == ["2"]

@@ -90,7 +90,7 @@ class RouterConfig:
     )
     familiar: float = setting(
         1.0,
-        "Share of the training prompts that lie within what is called familiar; a prompt farther out gets the "
+        "Share of prompts of the clients' kinds that count as familiar; one that lies farther out gets the "
         "shared part alone, or the bare backbone where there is none. 1: all prompts are familiar.",
         low=0.5,
         high=1.0,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 import time
 import unicodedata
@@ -30,7 +31,7 @@ class ProgressBar:
         self.note = note or self.note
         self.console.on_progress(self.label, self.done, self.total)
         if self.bar is not None:
-            self.bar.set_postfix_str(self.note, refresh=False)
+            self.bar.set_postfix_str(printable(self.note), refresh=False)
             self.bar.update(count)
         elif time.monotonic() - self.last > 5 and self.done < self.total:
             self._line()
@@ -46,7 +47,7 @@ class ProgressBar:
         self.last = time.monotonic()
         if self.stream is not None:
             text = f"  {self.label}: {self.done}/{self.total} {self.unit}, {self.last - self.start:.1f} s"
-            print(f"{text}, {self.note}" if self.note else text, file=self.stream, flush=True)
+            print(printable(f"{text}, {self.note}" if self.note else text), file=self.stream, flush=True)
 
 
 class Console:
@@ -59,13 +60,26 @@ class Console:
 
     def say(self, text: str = "") -> None:
         if self.stream is not None:
-            print(text, file=self.stream, flush=True)
+            print(printable(text), file=self.stream, flush=True)
 
     def warn(self, text: str) -> None:
         self.say(f"warning: {text}")
 
     def progress(self, label: str, total: int, unit: str, transient: bool = False) -> ProgressBar:
         return ProgressBar(label, total, unit, self, transient)
+
+
+_STEERS = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
+
+
+def printable(text: str) -> str:
+    """Text of others, such as names of sites, with whatever would steer a terminal written out instead."""
+    return _STEERS.sub(lambda found: found.group().encode("unicode_escape").decode(), text)
+
+
+def show(text: str) -> None:
+    """A result on standard output: into a file or a pipe as it is, on a terminal with nothing that steers it."""
+    print(printable(text) if sys.stdout.isatty() else text)
 
 
 def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:

@@ -207,3 +207,48 @@ def test_fingerprint_tells_weights_and_rendering_apart(backbone, model_folder, d
     save_file(weights, damaged / "model.safetensors", metadata={"format": "pt"})
     prints = [b.fingerprint for b in [backbone, *others, load(damaged)]]
     assert len(set(prints)) == len(prints)
+
+
+# -------------------------------------------------------------------------------------- files that mean harm
+
+
+def test_code_of_a_model_folder_never_runs_and_nobody_is_asked(damaged, monkeypatch):
+    monkeypatch.setattr("builtins.input", lambda *_: pytest.fail("a question was asked"))
+    (damaged / "own.py").write_text(f"open({str(damaged / 'ran')!r}, 'w')\n")
+    for file, known in (("config.json", "AutoConfig"), ("tokenizer_config.json", "AutoTokenizer")):
+        settings = json.loads((damaged / file).read_text())
+        spoilt = settings | {"auto_map": {known: "own.Own", "AutoModelForCausalLM": "own.Own"}}
+        spoilt |= {"model_type": "own", "tokenizer_class": "Own"}
+        (damaged / file).write_text(json.dumps(spoilt))
+        assert "cannot be loaded: " in complaint(damaged)
+        (damaged / file).write_text(json.dumps(settings))
+    assert not (damaged / "ran").exists()
+
+
+def test_pickled_weights_are_refused_by_name(damaged):
+    torch.save(load_file(damaged / "model.safetensors"), damaged / "pytorch_model.bin")
+    (damaged / "model.safetensors").unlink()
+    assert "pytorch_model.bin is a pickle, which can run code" in complaint(damaged)
+
+
+@pytest.mark.parametrize(
+    "announced",
+    [
+        {"vocab_size": 2**36},
+        {"intermediate_size": 2**40},
+        {"num_hidden_layers": 5000},
+        {"num_hidden_layers": 2**30},
+    ],
+)
+def test_sizes_beyond_the_files_are_refused_before_room_is_made(damaged, announced):
+    config = json.loads((damaged / "config.json").read_text())
+    (damaged / "config.json").write_text(json.dumps(config | announced))
+    assert "announces" in complaint(damaged)
+
+
+@pytest.mark.parametrize("value", [float("inf"), float("nan")])
+def test_one_infinite_weight_is_refused_by_name(damaged, value):
+    weights = load_file(damaged / "model.safetensors")
+    weights["model.embed_tokens.weight"][-1, 3] = value
+    save_file(weights, damaged / "model.safetensors", metadata={"format": "pt"})
+    assert "model.embed_tokens.weight holds numbers that are not finite" in complaint(damaged)

@@ -312,3 +312,13 @@ def test_a_template_that_refuses_a_row_gives_the_row_and_the_remedies(strict, tu
 def test_the_chat_template_is_the_default_where_there_is_one(tokenizer, chat_tokenizer):
     kinds = [PromptFormat(tokens, BackboneConfig()).kind for tokens in (tokenizer, chat_tokenizer)]
     assert kinds == ["plain", "chat"]
+
+
+@pytest.mark.parametrize("template", ["{% if %}", "{{ messages[0] + 1 }}", "{{ messages | nothing }}"])
+def test_a_template_that_is_no_program_is_one_sentence(chat_tokenizer, template):
+    spoilt = copy.deepcopy(chat_tokenizer)
+    spoilt.chat_template = template
+    with pytest.raises(
+        UserError, match=r"its chat template cannot be used \(.+\); mend it, or set backbone.prompt="
+    ):
+        PromptFormat(spoilt, BackboneConfig(prompt="chat"))

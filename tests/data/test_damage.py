@@ -139,7 +139,11 @@ def test_damaged_folders_are_one_sentence_or_data(tmp_path, block):
             spoil(folder, dice)
         fields = dice.choice([(), (), "client=client", "prompt=question,response=answer", "task=kind"])
         path = folder if dice.random() < 0.8 else dice.choice([*sorted(folder.iterdir()), folder])
-        config = from_tree({"data": {"source": "jsonl", "path": str(path), "fields": fields, "clients": 3}})
+        try:
+            config = from_tree({"data": {"source": "jsonl", "path": str(path), "fields": fields, "clients": 3}})
+        except UserError as error:  # a name that is no text is refused before anything is read
+            assert one_sentence(str(error)), (trial, error)
+            continue
         try:
             load_data(config)
             refused = None

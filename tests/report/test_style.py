@@ -29,8 +29,10 @@ def test_wide_letters_have_room_and_tables_stay_aligned():
     rows = table(["kind", "score"], [["天气", "1"], ["weather", "2"]]).splitlines()
     assert {columns_of(line) for line in (rows[2], rows[3])} == {columns_of(rows[3])}
     _, ax = canvas()
-    named_rows(ax, ["北京医院", "north"], "loss")
-    assert [label.get_text() for label in ax.get_yticklabels()] == ["    北京医院", "north"]
+    long = ["Krankenhaus am Bodensee, Haus 2", "Krankenhaus am Bodensee, Haus 3"]
+    named_rows(ax, ["北京医院", "north", *long], "loss")
+    short = ["Krankenhaus …, Haus 2", "Krankenhaus …, Haus 3"]
+    assert [label.get_text() for label in ax.get_yticklabels()] == ["    北京医院", "north", *short]
 
 
 def test_a_picture_says_what_the_pointer_rests_on():

@@ -84,6 +84,18 @@ def test_labels_may_come_later(moved, tmp_path):
     assert main(["report", str(run)]) == 0 and main(["diagnose", str(run), "--quiet"]) == 0
 
 
+def test_labels_may_lie_in_a_column_that_is_named_later(moved, complains, tmp_path):
+    run, places = moved
+    for file in (tmp_path / "archive").glob("*.jsonl"):
+        write_jsonl(
+            file, [{**row, "kind": "sum" if "How many" in row["prompt"] else "text"} for row in read_jsonl(file)]
+        )
+    assert main(["resume", str(run), *places, "data.fields=task=kind", "training.rounds=3", "--quiet"]) == 0
+    assert set(read_json(run / "manifest.json")["tasks"]) == {"sum", "text"}
+    said = complains("resume", run, "data.fields=prompt=response,response=prompt", "training.rounds=4", "--quiet")
+    assert "has changed since the run began" in said
+
+
 def test_a_run_of_an_earlier_version_goes_on(moved, tmp_path):
     """It knew neither checksums nor fingerprints of data, and hashed where things lie."""
     run, _ = moved

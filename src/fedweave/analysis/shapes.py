@@ -6,8 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import torch
-
+from fedweave.backbone.announced import in_gguf, skeleton
 from fedweave.backbone.decoder import FAMILIES
 from fedweave.backbone.load import linear_layers
 from fedweave.errors import UserError, first_line
@@ -65,17 +64,8 @@ class ModelShape:
 
 def model_shape(name: str, revision: str | None = None) -> ModelShape:
     """The shape of a built-in name, a folder, a .gguf file or a hub id (of which only config.json is fetched)."""
-    from transformers import AutoModelForCausalLM
-
     config = _config(name, revision)
-    try:
-        with torch.device("meta"):
-            model = AutoModelForCausalLM.from_config(config)
-    except Exception as error:  # damaged files fail in as many ways as there are lines in a library
-        raise UserError(
-            f"{name} is no causal language model that transformers knows: {first_line(error)}."
-        ) from None
-    return ModelShape(name, model, config.get_text_config())
+    return ModelShape(name, skeleton(config, name), config.get_text_config())
 
 
 def _config(name: str, revision: str | None) -> PretrainedConfig:
@@ -89,8 +79,10 @@ def _config(name: str, revision: str | None) -> PretrainedConfig:
         raise UserError(f"{name}: there is no such GGUF file.")
     try:
         if path.suffix == ".gguf":
-            return AutoConfig.from_pretrained(path.parent, gguf_file=path.name)
-        return AutoConfig.from_pretrained(path if path.is_dir() else name, revision=revision)
+            in_gguf(path)  # nothing in it is larger than the file
+            return AutoConfig.from_pretrained(path.parent, gguf_file=path.name, trust_remote_code=False)
+        where = path if path.is_dir() else name
+        return AutoConfig.from_pretrained(where, revision=revision, trust_remote_code=False)
     except Exception as error:
         raise UserError(
             f"{name} is no run, recipe, model folder or .gguf file, and as a hub id it gives no configuration "

@@ -13,6 +13,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from fedweave.backbone.announced import check_announced, check_finite, in_gguf
 from fedweave.errors import UserError, first_line
 from fedweave.files import atomic_folder, file_sha256
 
@@ -50,12 +51,15 @@ def converted_folder(gguf: Path) -> Path:
 
 def _convert(gguf: Path, folder: Path) -> None:
     import torch
-    from transformers import AutoModelForCausalLM, GgufConfig
+    from transformers import AutoConfig, AutoModelForCausalLM, GgufConfig
     from transformers.utils import logging as hf_logging
 
     print(f"Converting {gguf.name} once, for this and all later runs.", file=sys.stderr, flush=True)
     hf_logging.disable_progress_bar()
     try:
+        found = in_gguf(gguf)
+        announced = AutoConfig.from_pretrained(str(gguf.parent), gguf_file=gguf.name, trust_remote_code=False)
+        check_announced(announced, found, str(gguf))
         tokenizer = build_tokenizer(gguf)
         model, info = AutoModelForCausalLM.from_pretrained(
             str(gguf.parent),
@@ -63,9 +67,12 @@ def _convert(gguf: Path, folder: Path) -> None:
             dtype=torch.bfloat16,
             quantization_config=GgufConfig(dequantize=True),
             output_loading_info=True,
+            trust_remote_code=False,
         )
-        if info["missing_keys"]:
-            raise ValueError(f"it lacks {sorted(info['missing_keys'])[0]}")
+        for wrong in ("missing_keys", "mismatched_keys"):
+            if info[wrong]:
+                raise ValueError(f"it lacks {min(map(str, info[wrong]))}, or has it in another shape")
+        check_finite(model)
     except UserError:
         raise
     except Exception as error:

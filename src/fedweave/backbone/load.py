@@ -8,12 +8,14 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 
 from fedweave.backbone import packing
+from fedweave.backbone.announced import check_announced, check_finite, in_folder
 from fedweave.backbone.catalog import locate
 from fedweave.backbone.decoder import Decoder
 from fedweave.backbone.packing import Packed
@@ -185,7 +187,7 @@ def linear_layers(model: PreTrainedModel, targets: Sequence[str], title: str) ->
 
 
 def load_backbone(config: BackboneConfig) -> Backbone:
-    from transformers import AutoModelForCausalLM
+    from transformers import AutoConfig, AutoModelForCausalLM
     from transformers.utils import logging as hf_logging
 
     device = pick_device(config.device)
@@ -194,9 +196,19 @@ def load_backbone(config: BackboneConfig) -> Backbone:
     hf_logging.disable_progress_bar()
     tokenizer = load_tokenizer(located.path, config.model)
     try:
-        model, info = AutoModelForCausalLM.from_pretrained(located.path, dtype=dtype, output_loading_info=True)
+        announced = AutoConfig.from_pretrained(located.path, trust_remote_code=False)
+        check_announced(announced, in_folder(Path(located.path)), f"backbone.model={config.model}")
+        model, info = AutoModelForCausalLM.from_pretrained(
+            located.path, dtype=dtype, output_loading_info=True, trust_remote_code=False, use_safetensors=True
+        )
         if info["missing_keys"]:
             raise ValueError(f"the files lack {sorted(info['missing_keys'])[0]}")
+        if info["mismatched_keys"]:
+            raise ValueError(f"{min(map(str, info['mismatched_keys']))} has another shape than the config says")
+        model = model.to(device)
+        check_finite(model)
+    except UserError:
+        raise
     except Exception as error:  # damaged files fail in as many ways as there are lines in a library
         reason = first_line(error)
         raise UserError(f"backbone.model={config.model} cannot be loaded: {reason}") from error
@@ -206,7 +218,7 @@ def load_backbone(config: BackboneConfig) -> Backbone:
             "be replaced, which packed training needs; choose a Llama, Qwen, Gemma or Mistral type model."
         )
     return Backbone(
-        model=model.to(device),
+        model=model,
         tokenizer=tokenizer,
         prompts=PromptFormat(tokenizer, config),
         name=config.model,
@@ -225,7 +237,7 @@ def load_tokenizer(path: str, name: str) -> PreTrainedTokenizerFast:
     from transformers import AutoTokenizer
 
     try:
-        tokenizer = AutoTokenizer.from_pretrained(path)
+        tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=False)
     except Exception as error:
         raise UserError(f"backbone.model={name} cannot be loaded: {first_line(error)}") from error
     if not getattr(tokenizer, "is_fast", False):

@@ -84,7 +84,11 @@ class PromptFormat:
         self.pool, self.turns = config.pool, config.turns
         self.max_length = config.max_length
         self.end_of_answer = config.end_of_answer
-        self.end_id = self._end_token()
+        try:
+            self.end_id = self._end_token()
+        except Exception as error:  # a template is a program, and fails as programs do
+            reason = f"backbone.model={config.model}: its chat template cannot be used ({first_line(error)})"
+            raise UserError(f"{reason}; mend it, or set backbone.prompt=plain.") from None
 
     def settings(self) -> dict[str, str | int | None]:
         """What decides the tokens of a prompt; part of every cache key and fingerprint."""

@@ -9,7 +9,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
 from fedweave.bundle.card import base_model
-from fedweave.errors import UserError
+from fedweave.errors import UserError, first_line
 from fedweave.evaluation.losses import serving_weights
 from fedweave.experts.layout import AdapterLayout
 from fedweave.inference.model import FedWeaveModel
@@ -52,24 +52,41 @@ def rank_and_alpha(tensors: Mapping[str, torch.Tensor], description: Description
 
 def read_tensors(path: Path) -> dict[str, torch.Tensor]:
     try:
-        return load_file(path)
+        tensors = load_file(path)
     except (OSError, SafetensorError) as error:
-        raise UserError(f"{path} cannot be read: {error}.") from None
+        raise UserError(f"{path} cannot be read: {first_line(error)}.") from None
+    for name, tensor in tensors.items():
+        if not tensor.is_floating_point() or not tensor.isfinite().all():
+            raise UserError(f"{path}: {name} holds numbers that are not finite, or none.")
+    return tensors
 
 
 def read_adapter(folder: Path, layout: AdapterLayout) -> torch.Tensor:
     """One PEFT adapter, an expert and what it shares with the others, as a flat vector of ``layout``, which has
     this expert alone."""
     named = read_tensors(folder / "adapter_model.safetensors")
-    theta = torch.zeros(layout.size)
+    factors = [
+        (
+            take(named, f"base_model.model.{name}.lora_A.weight", (layout.rows, wide), folder),
+            take(named, f"base_model.model.{name}.lora_B.weight", (tall, layout.rows), folder),
+        )
+        for name, wide, tall in zip(layout.names, layout.inputs, layout.outputs, strict=True)
+    ]
+    theta = torch.zeros(layout.size)  # only now: the file is as large
     gates = layout.all_gates(torch.ones(1)).repeat_interleave(layout.rank)  # [rows] what export put into B
-    for name, layer in zip(layout.names, layout.views(theta), strict=True):
-        try:
-            layer["A"].copy_(named[f"base_model.model.{name}.lora_A.weight"])
-            layer["B"].copy_(named[f"base_model.model.{name}.lora_B.weight"].T / gates[:, None])
-        except (KeyError, RuntimeError) as error:
-            raise UserError(f"{folder} does not fit the backbone: {error}.") from None
+    for (a, b), layer in zip(factors, layout.views(theta), strict=True):
+        layer["A"].copy_(a)
+        layer["B"].copy_(b.T / gates[:, None])
     return theta
+
+
+def take(named: dict[str, torch.Tensor], name: str, shape: tuple[int, ...], place: Path) -> torch.Tensor:
+    """One tensor of a file, of this very shape: nothing is stretched to fit."""
+    found = tuple(named[name].shape) if name in named else None
+    if found != shape:
+        there = "it is not there" if found is None else f"it has {list(found)}"
+        raise UserError(f"{place} does not fit the backbone: {name} must have the shape {list(shape)}; {there}.")
+    return named[name]
 
 
 @torch.no_grad()

@@ -1,12 +1,13 @@
 """Load a bundle, refusing whatever is missing, damaged or tampered with by name."""
 
+import math
 from pathlib import Path
 
 import torch
 
 from fedweave.backbone.catalog import other_weights
 from fedweave.backbone.load import Backbone, load_backbone
-from fedweave.bundle.adapter import read_adapter, read_tensors
+from fedweave.bundle.adapter import read_adapter, read_tensors, take
 from fedweave.config import BackboneConfig
 from fedweave.errors import UserError
 from fedweave.experts.layout import AdapterLayout
@@ -72,6 +73,7 @@ def read_experts(
             f"the bundle {folder} was trained on another backbone, tokenizer or prompt rendering than "
             f"{backbone.name}; {other_weights(backbone.name)}."
         )
+    check_numbers(folder, description, backbone.width)
     shape = description["rank"], description["experts"], description.get("shared", 0)
     layout, one = AdapterLayout.of(layers, *shape), AdapterLayout.of(layers, shape[0], 1, shape[2])
     adapters = [read_adapter(folder / f"expert_{m}", one) for m in range(layout.experts)]
@@ -80,9 +82,28 @@ def read_experts(
     if description["router"] is None:
         return RoutedExperts(layout, None, theta, None, description["shares"])
     router = RouterLayout(**description["router"])
-    named = read_tensors(folder / "router.safetensors")
-    phi = torch.zeros(len(description["shares"]), router.size)
-    for r, row in enumerate(phi):
-        for name, view in router.views(row).items():
-            view.copy_(named[f"{name}.{r}"])
-    return RoutedExperts(layout, router, theta, phi.to(backbone.device), description["shares"])
+    file = folder / "router.safetensors"
+    named = read_tensors(file)
+    parts = [
+        torch.cat([take(named, f"{name}.{r}", shape, file).flatten() for name, shape in router.shapes.items()])
+        for r in range(len(description["shares"]))
+    ]
+    return RoutedExperts(layout, router, theta, torch.stack(parts).to(backbone.device), description["shares"])
+
+
+def check_numbers(folder: Path, description: Description, width: int) -> None:
+    """What fedweave.json says must be possible, before room is made for it."""
+    router, rank, shares = description["router"], description["rank"], description["shares"]
+    last, shared = folder / f"expert_{description['experts'] - 1}", description.get("shared", 0)
+    sizes = {"width": width, "experts": description["experts"]}
+    possible = {
+        "experts": description["experts"] >= 1 and last.is_dir(),
+        "rank": rank >= 1,
+        "shared": rank >= 1 and shared >= 0 and shared % rank == 0,
+        "alpha": 0 < description["alpha"] < math.inf,
+        "shares": 1 <= len(shares) <= 1000 and all(0 <= share <= 1 for share in shares),
+        "router": router is None
+        or (router | sizes == router and router["hidden"] >= 1 and router.get("axes", 0) >= 0),
+    }
+    if wrong := [name for name, right in possible.items() if not right]:
+        raise UserError(f"the bundle {folder} is damaged: fedweave.json says an impossible {wrong[0]}.")

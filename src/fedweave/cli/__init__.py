@@ -15,7 +15,7 @@ from contextlib import contextmanager
 import fedweave
 from fedweave.cli import analyse, check, deliver, deploy, explain, look, show, train, use
 from fedweave.cli.verbs import Verbs
-from fedweave.console import Console
+from fedweave.console import Console, printable
 from fedweave.errors import UserError
 from fedweave.settings import environment_number
 
@@ -57,8 +57,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _complain(sentence: str) -> int:
-    shown = "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in sentence)
-    print(f"fedweave: {shown}", file=sys.stderr)
+    print(f"fedweave: {printable(' '.join(sentence.splitlines()))}", file=sys.stderr)
     return 2
 
 

@@ -6,7 +6,7 @@ from typing import TypedDict
 
 from fedweave.cli.verbs import Verbs, last, quiet
 from fedweave.config import Config, from_tree, load_config, recipe_names
-from fedweave.console import Console
+from fedweave.console import Console, show
 from fedweave.errors import UserError
 from fedweave.settings import read_yaml_value, to_tree
 
@@ -56,7 +56,7 @@ def _diagnose(arguments: argparse.Namespace, console: Console) -> None:
 
     which = "last" if arguments.last else "start" if arguments.start else "best"
     found = diagnose(arguments.folder, console, arguments.clients, arguments.batches, which, arguments.router_rate)
-    print(render(found))
+    show(render(found))
     console.say(f"\n{arguments.folder / 'diagnostics.json'} holds every figure.")
 
 
@@ -93,7 +93,7 @@ def _budget(arguments: argparse.Namespace, console: Console) -> None:
         parts += [f"{budget.model}, {budget.parameters / 1e9:.2f}B frozen parameters", ledger.traffic_table(budget)]
         parts += [ledger.discovery_lines(budget.discovery)] if discovers else []
     parts += [ledger.spent_table(spent)] if spent else []
-    print("\n\n".join(parts))
+    show("\n\n".join(parts))
 
 
 class _Found(TypedDict, total=False):

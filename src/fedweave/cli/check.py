@@ -8,7 +8,7 @@ from dataclasses import replace
 
 from fedweave.cli.verbs import Verbs, with_environment
 from fedweave.config import Config, load_config
-from fedweave.console import Console, table
+from fedweave.console import Console, show, table
 from fedweave.data.check import Characters, Check, ClientCheck, Reader, check_own
 from fedweave.errors import UserError
 
@@ -42,8 +42,8 @@ def _check(arguments: argparse.Namespace, console: Console) -> int:
     if arguments.json:
         print(json.dumps(check.as_dict(), indent=1))
     else:
-        print(_text(check))
-        print(_verdict(check, recipes[0] if recipes else "own", arguments))
+        show(_text(check))
+        show(_verdict(check, recipes[0] if recipes else "own", arguments))
     return 0 if check.passes else 1
 
 

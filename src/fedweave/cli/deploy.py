@@ -6,7 +6,7 @@ from pathlib import Path
 
 from fedweave.cli.verbs import Verbs, checkpoint, overrides, quiet
 from fedweave.config import load_config
-from fedweave.console import Console
+from fedweave.console import Console, show
 from fedweave.errors import UserError
 
 
@@ -75,7 +75,7 @@ def _site(arguments: argparse.Namespace, console: Console) -> None:
         from fedweave.methods import build_method
 
         settings = [*arguments.overrides, "data.source=sites", "data.path=null"]
-        print(check_site(site, load_config(arguments.recipe, settings), build_method, console))
+        show(check_site(site, load_config(arguments.recipe, settings), build_method, console))
         return
     _needs_flower()
     from fedweave.federation.engines.flower.worker import work

@@ -4,7 +4,7 @@ import argparse
 from pathlib import Path
 
 from fedweave.cli.verbs import Verbs, backbone, last, quiet
-from fedweave.console import Console
+from fedweave.console import Console, show
 from fedweave.errors import UserError
 
 
@@ -41,7 +41,7 @@ def _describe(arguments: argparse.Namespace, console: Console) -> None:
 
     names = dict(map(_name, arguments.name))
     found = describe_folder(arguments.folder, arguments.data, arguments.last, names, console, arguments.backbone)
-    print(json.dumps(found, ensure_ascii=False, indent=1) if arguments.json else experts_text(found))
+    show(json.dumps(found, ensure_ascii=False, indent=1) if arguments.json else experts_text(found))
 
 
 def _worth(arguments: argparse.Namespace, console: Console) -> None:
@@ -51,7 +51,7 @@ def _worth(arguments: argparse.Namespace, console: Console) -> None:
     from fedweave.compare.worth import weigh
 
     found = weigh(arguments.folder, console)
-    print(json.dumps(found, ensure_ascii=False, indent=1) if arguments.json else worth_text(found))
+    show(json.dumps(found, ensure_ascii=False, indent=1) if arguments.json else worth_text(found))
 
 
 def _name(text: str) -> tuple[int, str]:

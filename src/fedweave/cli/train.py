@@ -5,7 +5,7 @@ from pathlib import Path
 
 from fedweave.cli.verbs import Verbs, checkpoint, overrides, quiet, with_environment
 from fedweave.config import Config, load_config
-from fedweave.console import Console
+from fedweave.console import Console, show
 from fedweave.errors import UserError
 
 
@@ -96,4 +96,4 @@ def _compare(arguments: argparse.Namespace, console: Console) -> None:
     names = [arguments.name, *more]
     parent = arguments.output or Path("compare")
     outputs = [arguments.output] if arguments.output and not more else [parent / Path(name).stem for name in names]
-    print(compare(names, settings, outputs, arguments.best_of, console, arguments.minutes, arguments.record))
+    show(compare(names, settings, outputs, arguments.best_of, console, arguments.minutes, arguments.record))

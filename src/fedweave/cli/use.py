@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from fedweave.cli.rows import output, require_target, write_rows
 from fedweave.cli.verbs import Verbs, backbone, checkpoint, doubt, last, overrides, quiet
-from fedweave.console import Console
+from fedweave.console import Console, show
 from fedweave.errors import UserError
 from fedweave.schema import Prediction
 
@@ -59,7 +59,7 @@ def _evaluate(arguments: argparse.Namespace, console: Console) -> None:
     require_target(arguments.output)
     rows: list[Prediction] = []
     where = arguments.folder, arguments.overrides, arguments.data, arguments.last
-    print(evaluate(*where, console, arguments.checkpoint, rows, arguments.backbone))
+    show(evaluate(*where, console, arguments.checkpoint, rows, arguments.backbone))
     if arguments.output:
         write_rows(arguments.output, rows)
         console.say(f"{arguments.output}: {len(rows)} rows.")
@@ -106,7 +106,7 @@ def _generate(arguments: argparse.Namespace, console: Console) -> None:
         bars = "  ".join(f"{m}:{w:.2f}" for m, w in enumerate(answer.weights))
         strange = f"  doubt {answer.doubt:.2f}" if answer.doubt is not None else ""
         console.say(f"[{asked}]  {answer.adapter.replace('_', ' ')}  ({bars}){strange}")
-        print(answer.text)
+        show(answer.text)
 
 
 def _asked(arguments: argparse.Namespace) -> list[tuple[Row, Prompt]]:

@@ -197,7 +197,7 @@ def divide(config: Config, gathered: Gathered, complain: Complain = refuse) -> F
 def read_test(config: Config, path: str, named: str) -> tuple[list[Example], dict[str, Task], list[str]]:
     """(rows, tasks, notes) of a file to test on; ``named`` is what the user called it by."""
     found = find_path(path, named)
-    rows = read_examples(found, read_fields(config.data.fields))
+    rows = read_examples(found, _of_this_file(found, read_fields(config.data.fields)))
     if not rows:
         raise UserError(f"{named}{found}: the file is empty.")
     return rows, *own_tasks(config, rows)
@@ -205,10 +205,17 @@ def read_test(config: Config, path: str, named: str) -> tuple[list[Example], dic
 
 def read_prompts(path: Path, fields: Fields) -> list[tuple[Row, Prompt]]:
     """The rows of a file and what each asks; answers in it are not needed."""
-    rows = [(row, to_prompt(row, f"{path.name}:{number}", fields)) for number, row in read_rows(path)]
+    known = _of_this_file(path, fields)
+    rows = [(row, to_prompt(row, f"{path.name}:{number}", known)) for number, row in read_rows(path)]
     if not rows:
         raise UserError(f"{path}: the file is empty.")
     return rows
+
+
+def _of_this_file(path: Path, fields: Fields) -> Fields:
+    """Rows to test on or to answer may have the columns of the training data or the usual ones."""
+    _, first = next(iter(read_rows(path)), (0, {}))
+    return {what: column for what, column in fields.items() if column in first}
 
 
 def hold_out(

@@ -2,10 +2,14 @@
 
 An expert does well on what it was trained on and can do harm elsewhere; the shared part is the safer answer there.
 Familiar prompts lie close to a few directions of feature space. The server learns these from sums over all
-clients, and how far out familiar prompts lie from counts: it never sees a prompt's feature.
+clients, and how far out familiar prompts lie from counts: it never sees a prompt's feature. Prompts that directions
+were fitted to lie closer than new ones will, so a limit taken from them would send too many away; how much farther
+new ones lie shows in the sums too, where the directions of one half of the prompts meet the other half.
 """
 
+import math
 from collections.abc import Iterator, Sequence
+from typing import NamedTuple
 
 import torch
 
@@ -25,11 +29,17 @@ _BINS = 400  # of distances, in twentieths of the mean one
 _WIDTH = 0.05
 _LONGEST = 4.0  # times the median: mean square features of a site that are believed
 
-Moments = tuple[int, torch.Tensor, torch.Tensor]  # prompts, sum of features [d], sum of their products [d, d]
+
+class Moments(NamedTuple):
+    """Sums over every other prompt, and over the rest: the two halves."""
+
+    rows: torch.Tensor  # [2]
+    sums: torch.Tensor  # [2, d] of features
+    products: torch.Tensor  # [2, d (d + 1) / 2] of features with features, which is symmetric
 
 
 class AskMoments(Step[Moments]):
-    """What are your prompts' features and their products, summed up?"""
+    """What are the features of each half of your prompts and their products, summed up?"""
 
     name = "moments"
     masked = True
@@ -40,14 +50,19 @@ class AskMoments(Step[Moments]):
     def answer(self, compute: Compute, clients: Sequence[Client], question: Message) -> Iterator[Answer]:
         for client in clients:
             x = client.data.features.double()  # [n, d]; a variance is a small difference of large sums
-            yield Answer({"sum": x.sum(0), "products": x.T @ x}, {"samples": len(x)})
+            halves = [x[::2], x[1::2]]
+            row, column = torch.triu_indices(x.shape[1], x.shape[1])
+            products = torch.stack([(half.T @ half)[row, column] for half in halves])
+            yield Answer(
+                {"sums": torch.stack([half.sum(0) for half in halves]), "products": products}, {"samples": len(x)}
+            )
 
     def figures(self, asked: Asked) -> dict[str, Figure]:
         return {"samples": Figure(int, 1, min(len(asked.member), self.config.federation.max_samples), summed=True)}
 
     def parts(self, asked: Asked, figures: Facts) -> dict[str, Part]:
         d = asked.width
-        return {"sum": Part((d,), torch.float64), "products": Part((d, d), torch.float64)}
+        return {"sums": Part((2, d), torch.float64), "products": Part((2, d * (d + 1) // 2), torch.float64)}
 
     def totals(self, asked: Asked) -> dict[str, tuple[int, ...]]:
         return {"sum": (asked.width,), "products": (asked.width, asked.width), f"{FIGURE}samples": (1,)}
@@ -59,7 +74,48 @@ class AskMoments(Step[Moments]):
         return round(float(totals[f"{FIGURE}samples"])), totals["sum"], totals["products"]
 
     def read(self, asked: Asked, parts: dict[str, torch.Tensor], figures: Facts) -> Moments:
-        return int(figures["samples"]), parts["sum"], parts["products"]
+        n = int(figures["samples"])
+        return Moments(torch.tensor([(n + 1) // 2, n // 2]), parts["sums"], parts["products"])
+
+
+class Span(NamedTuple):
+    """Directions that some prompts span, and how far outside of them these lie on average."""
+
+    mean: torch.Tensor  # [d]
+    scale: torch.Tensor  # [d]
+    axes: torch.Tensor  # [k, d]
+    distance: float
+
+
+def fit(mean: torch.Tensor, second: torch.Tensor, count: int) -> Span:
+    """The foremost directions of prompts with this mean [d] and these mean products [d, d]."""
+    covariance = second - mean.outer(mean)
+    variance = covariance.diagonal()
+    moves = variance > 1e-9 * variance.mean()  # a channel that stands still says nothing
+    scale = torch.where(moves, variance, torch.inf).rsqrt()
+    values, vectors = torch.linalg.eigh(covariance * scale.outer(scale))  # ascending
+    return Span(mean, scale, vectors[:, -count:].T, float(values[:-count].sum()))
+
+
+def distance(span: Span, mean: torch.Tensor, second: torch.Tensor) -> float:
+    """How far outside of a span other prompts lie on average."""
+    crossed = mean.outer(span.mean)
+    around = (
+        second - crossed - crossed.T + span.mean.outer(span.mean)
+    )  # mean products of what differs from its mean
+    seen = around * span.scale.outer(span.scale)
+    return float(seen.trace() - ((span.axes @ seen) * span.axes).sum())
+
+
+def farther(means: list[torch.Tensor], seconds: list[torch.Tensor], count: int) -> float:
+    """How many times as far out new prompts lie as those that directions are fitted to. Each half is held against
+    the directions of the other; what is fitted to twice as many prompts is half as far off."""
+    spans = [fit(mean, second, count) for mean, second in zip(means, seconds, strict=True)]
+    ratios = [
+        distance(spans[a], means[b], seconds[b]) / max(spans[a].distance, torch.finfo(torch.float64).tiny)
+        for a, b in ((0, 1), (1, 0))
+    ]
+    return 1 + max(0.0, sum(ratios) / 2 - 1) / 2
 
 
 class AskDistances(Step[torch.Tensor]):
@@ -111,30 +167,32 @@ class Familiarity:
         told = [moments for _, moments in engine.ask(self.moments, engine.members, Message(), heard)]
         if not told:
             return router, phi
-        lengths = torch.stack([products.trace() / n for n, _, products in told])  # mean squares
+        row, column = torch.triu_indices(router.width, router.width)
+        lengths = torch.stack(
+            [one.products[:, row == column].sum() / one.rows.sum() for one in told]
+        )  # mean squares
         # one site alone does not say what is familiar
         factors = (_LONGEST * lengths.median() / lengths.clamp(min=1e-30)).clamp(max=1.0)
-        rows = sum(n for n, _, _ in told)
-        total = torch.stack([f.sqrt() * one for f, (_, one, _) in zip(factors, told, strict=True)]).sum(0)
-        products = torch.stack([f * two for f, (_, _, two) in zip(factors, told, strict=True)]).sum(0)
-        count = min(_AXES, router.width // 4, rows // _ROWS)
+        rows = torch.stack([one.rows for one in told]).sum(0)  # [2]
+        sums = torch.stack([f.sqrt() * one.sums for f, one in zip(factors, told, strict=True)]).sum(0)
+        flat = torch.stack([f * one.products for f, one in zip(factors, told, strict=True)]).sum(0)
+        products = sums.new_zeros(2, router.width, router.width)
+        products[:, row, column] = products[:, column, row] = flat
+        count = min(_AXES, router.width // 4, int(rows.sum()) // _ROWS)
         if count < 1:
             return router, phi
-        mean = total / rows  # [d]
-        covariance = products / rows - mean.outer(mean)  # [d, d]
-        variance = covariance.diagonal()
-        moves = variance > 1e-9 * variance.mean()  # a channel that stands still says nothing
-        scale = torch.where(moves, variance, torch.inf).rsqrt()
-        values, vectors = torch.linalg.eigh(covariance * scale.outer(scale))  # ascending
-        axes, mean_distance = vectors[:, -count:].T, float(values[:-count].sum())
-        router, phi = router.knowing(phi, mean, scale, axes, torch.finfo(torch.float32).max)
-        question = Message({"phi": phi}, router_facts(router) | {"mean": mean_distance})
+        span = fit(sums.sum(0) / rows.sum(), products.sum(0) / rows.sum(), count)
+        router, phi = router.knowing(phi, span.mean, span.scale, span.axes, torch.finfo(torch.float32).max)
+        question = Message({"phi": phi}, router_facts(router) | {"mean": span.distance})
         counts, heard = torch.zeros(_BINS), Receipts(bytes_up=receipts.bytes_up)
         for _, found in engine.ask(self.distances, engine.members, question, heard):
             counts += found
         if not counts.any():  # nobody has said how far out familiar prompts lie: all are
             return router, phi
-        within = counts.cumsum(0) / counts.sum()
-        bins = int((within < self.config.router.familiar).sum()) + 1
-        router.views(phi)["familiar.limit"].fill_(bins * _WIDTH * mean_distance)
+        asked = int(counts.sum())
+        inside = min(asked, math.ceil((asked + 1) * self.config.router.familiar))  # the next prompt counts too
+        limit = (int((counts.cumsum(0) < inside).sum()) + 1) * _WIDTH * span.distance
+        if rows.min() > count:
+            limit *= farther(list(sums / rows[:, None]), list(products / rows[:, None, None]), count)
+        router.views(phi)["familiar.limit"].fill_(limit)
         return router, phi

@@ -5,7 +5,7 @@ import sys
 import time
 from pathlib import Path
 
-from fedweave.console import duration, table
+from fedweave.console import duration, printable, table
 from fedweave.runs.reading import RunRecord, read_run
 
 _PAUSE = 1.0
@@ -19,7 +19,7 @@ def watch(folder: Path, once: bool = False) -> None:
         run = read_run(folder)
         text = render(run, shutil.get_terminal_size((100, 30)).columns)
         if sys.stdout.isatty():
-            print(f"\x1b[H\x1b[J{text}", flush=True)  # home, then clear what was below
+            print(f"\x1b[H\x1b[J{printable(text)}", flush=True)  # home, then clear what was below
         elif str(run.completed) != drawn or run.state != "running":
             print(text, flush=True)
             drawn = str(run.completed)

@@ -20,6 +20,7 @@ from fedweave.report.style import (
     legend,
     named_rows,
     plain_axes,
+    row_name,
     shaded_table,
     stacked,
     tip,
@@ -135,7 +136,7 @@ def signatures(run: RunRecord) -> Picture | None:
     apart = shown[~np.eye(n, dtype=bool)]
     strength = 1 - (shown - apart.min()) / max(np.ptp(apart), 1e-12)
     low.imshow(_alpha_image(strength), aspect="auto", interpolation="nearest")
-    labels = [rows[i].name for i in order] if n <= 40 else []
+    labels = [row_name(rows[i].name) for i in order] if n <= 40 else []
     low.set_yticks(range(len(labels)), labels, fontsize=8)
     low.set_xticks([])
     low.set_xlabel("buckets, in the order of the tree")

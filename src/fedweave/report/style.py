@@ -31,6 +31,7 @@ INK, MUTED, GRID, SURFACE = "#1f2328", "#656d76", "#d8dee4", "#fffffe"
 # Okabe and Ito's colours without yellow and black, then grey
 PALETTE = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#56b4e9", "#e69f00", "#7f7f7e")
 HEAT, ON_HEAT = "#0072b1", "#fffffd"  # cells of a table and figures on the strongest: each theme has its own
+LONGEST_NAME = 24  # columns of a row's name
 _TIP = "tip: "  # an artist with such an id says the rest of it when the pointer rests on it
 _PART = "\u2063"  # invisible; what follows says whose the artist is, for the page's chooser
 Dashes = str | tuple[float, tuple[float, ...]]
@@ -236,14 +237,16 @@ def band(
 def named_rows(ax: Axes, names: Iterable[str], what: str, limits: tuple[float, float] | None = None) -> None:
     """Row y is called names[y], the first on top; ``what`` is measured to the right."""
     names = list(names)
-    ax.set_yticks(range(len(names)), [_roomy(name) for name in names])
+    ax.set_yticks(range(len(names)), [row_name(name) for name in names])
     ax.set(xlabel=what, ylim=limits or (len(names) - 0.4, -0.6))
     ax.grid(axis="y", visible=False)
 
 
-def _roomy(name: str) -> str:
-    """A name with as many blanks before it as its wide letters need more room than matplotlib's font gives them; a
-    reader's browser, which has those letters, leaves the blanks out."""
+def row_name(name: str) -> str:
+    """A name beside a drawing. A long one loses its middle; one with wide letters gets as many blanks before it as
+    they need more room than matplotlib's font gives them (a browser, which has those letters, leaves them out)."""
+    if columns_of(name) > LONGEST_NAME:
+        name = f"{name[: LONGEST_NAME // 2]}…{name[-LONGEST_NAME // 3 :]}"
     return " " * (columns_of(name) - len(name)) + name
 
 
@@ -273,4 +276,4 @@ def shaded_table(
             ax.text(j, i, form.format(value), ha="center", va="center", fontsize=9, color=ink)
     ax.set(xlim=(-0.5, len(columns) - 0.5), ylim=(len(rows) - 0.5, -0.5))
     ax.set_xticks(range(len(columns)), columns)
-    ax.set_yticks(range(len(rows)), [_roomy(row) for row in rows])
+    ax.set_yticks(range(len(rows)), [row_name(row) for row in rows])

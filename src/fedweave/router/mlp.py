@@ -129,8 +129,8 @@ def active_experts(routing: str) -> int | None:
     if routing in ("soft", "sparse"):
         return None if routing == "soft" else 1
     count = routing.removeprefix("top")
-    if not routing.startswith("top") or not count.isdecimal() or int(count) < 1:
-        raise UserError(f"routing={routing!r} is unknown; use sparse, soft, or topK as in top2.")
+    if not routing.startswith("top") or not count.isdecimal() or len(count) > 9 or int(count) < 1:
+        raise UserError(f"routing={routing[:40]!r} is unknown; use sparse, soft, or topK as in top2.")
     return int(count)
 
 

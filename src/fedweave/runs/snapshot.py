@@ -20,8 +20,8 @@ from fedweave.router.mlp import RouterLayout
 from fedweave.schema import RouterShape
 from fedweave.settings import flatten, to_tree
 
-# Where a run's data and model lie, and what computes: fingerprints tell whether they are the same.
-PLACES = ("data.path", "backbone.model", "backbone.revision", "backbone.device")
+# Where a run's data and model lie, how columns are called, what computes: fingerprints tell whether it is the same.
+PLACES = ("data.path", "data.fields", "backbone.model", "backbone.revision", "backbone.device")
 # Keys that do not alter what was already computed.
 LATER = (
     "output",
@@ -39,6 +39,7 @@ LATER = (
     "federation.test",
 )
 FREE_KEYS = (*LATER, *PLACES)  # what a resumed run may change
+_EARLIER = (LATER, tuple(key for key in FREE_KEYS if key != "data.fields"))  # in earlier versions
 
 
 class CheckpointMeta(TypedDict):
@@ -79,8 +80,8 @@ class Snapshot:
 
     def check(self, config: Config, backbone: Backbone) -> None:
         """Refuse to mix a checkpoint with another config or another backbone."""
-        settings = config_hash(config) if "settings" in self.meta else config_hash(config, LATER)
-        if settings != self.meta.get("settings", self.meta.get("config")):
+        known = [config_hash(config, free) for free in (FREE_KEYS, *_EARLIER)]
+        if self.meta.get("settings", self.meta.get("config")) not in known:
             raise UserError(f"checkpoint {self.path} belongs to another config than the run's config.yaml.")
         if self.meta["backbone"] != backbone.fingerprint:
             raise UserError(

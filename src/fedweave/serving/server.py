@@ -50,22 +50,35 @@ def uvicorn_config(app: FastAPI, grace: int) -> uvicorn.Config:
 
 
 class Patience(AutoHTTPProtocol):  # type: ignore[misc, valid-type]
-    """HTTP for clients that speak up: a connection whose first request has not begun in time is closed, for
-    thousands of silent ones would take all that there are."""
+    """HTTP for clients that speak up: a connection whose request is not whole in time, or whose headers have no
+    end, is closed; thousands of half-open ones would take all that there are."""
 
     patience = 30.0  # seconds
+    longest = 65536  # bytes of headers
 
     def connection_made(self, transport: asyncio.Transport) -> None:
         super().connection_made(transport)
-        self._late = self.loop.call_later(self.patience, self._close_silent)
+        self._heard = 0  # bytes of headers that have not come to their end
+        self._late: asyncio.TimerHandle | None = self.loop.call_later(self.patience, transport.close)
+
+    def data_received(self, data: bytes) -> None:
+        self._heard += len(data)
+        super().data_received(data)
+        if self.cycle is not None and (self.cycle.more_body or not self.cycle.response_complete):
+            self._heard = 0
+        if self._heard > self.longest:
+            self.transport.close()
+        whole = self._heard == 0 and not self.cycle.more_body
+        if whole and self._late is not None:
+            self._late.cancel()
+            self._late = None
+        elif not whole and self._late is None:
+            self._late = self.loop.call_later(self.patience, self.transport.close)
 
     def connection_lost(self, exc: Exception | None) -> None:
-        self._late.cancel()
+        if self._late is not None:
+            self._late.cancel()
         super().connection_lost(exc)
-
-    def _close_silent(self) -> None:
-        if self.cycle is None:  # no request's headers have come to their end
-            self.transport.close()
 
 
 async def _serve(
