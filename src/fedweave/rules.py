@@ -20,6 +20,8 @@ def check_together(config: Config) -> None:
         raise UserError("data.source=tasks needs data.path: a folder with tasks.jsonl and files of rows.")
     if data.wording == "varied" and data.source not in ("paper", "tasks"):
         raise UserError(f"data.wording=varied needs data.source=paper or tasks, not {data.source}.")
+    if data.changes and data.source not in ("sample", "paper", "tasks"):
+        raise UserError(f"data.changes needs data.source=sample, paper or tasks, not {data.source}.")
     if config.init and config.engine == "flower":
         raise UserError("init starts federations of this process only; use engine=in-process.")
     if data.source in ("sample", "sites") and data.path:

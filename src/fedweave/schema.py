@@ -103,60 +103,6 @@ class PromptMap(TypedDict):
     tasks: list[str]
 
 
-# -------------------------------------------------------------------------------------- metrics.jsonl
-
-
-class Refusal(TypedDict):
-    client: str
-    reason: str
-
-
-class RoundFigures(TypedDict):
-    train_loss: float
-    tokens: int
-    participants: list[str]
-    refused: list[Refusal]
-    clipped: list[str]
-    bytes_up: dict[str, int]  # by client
-    bytes_down: int  # to each participant
-    client_losses: dict[str, float]
-    agreement: dict[str, float | None]  # cosine of a client's update with the others'
-
-
-class RoundEvent(RoundFigures):
-    event: Literal["round"]
-    round: int
-
-
-class ValidationFigures(TypedDict):
-    """``tasks`` to ``scores`` where the validation set is here, ``sites`` where every site has its own."""
-
-    loss: float  # over all examples
-    router_entropy: float | None
-    tasks: NotRequired[ByTask]
-    expert_load: NotRequired[list[float]]  # share of prompts that sparse routing sends to each
-    expert_weight: NotRequired[list[float]]  # mean router weight of each
-    scores: NotRequired[ByTask]
-    sites: NotRequired[dict[str, float]]  # none: nobody measured, and ``loss`` only counts rounds down
-
-
-class ValidationEvent(ValidationFigures):
-    event: Literal["validation"]
-    round: int
-
-
-class SetbackEvent(TypedDict):
-    """No better loss for ``training.patience`` rounds: back to the best state, or the end."""
-
-    event: Literal["setback"]
-    round: int  # after which that was noticed
-    best_round: int
-    pace: float  # share of the learning rates from here on
-    ended: bool
-
-
-Event = RoundEvent | ValidationEvent | SetbackEvent
-
 # -------------------------------------------------------------------------------------- progress.json
 
 
@@ -245,6 +191,8 @@ class Communication(TypedDict):
     rounds_down: int
     per_client_and_round_up: int
     per_client_and_round_down: int
+    changes_up: NotRequired[int]  # between rounds, where data changed
+    changes_down: NotRequired[int]
 
 
 class Environment(TypedDict):

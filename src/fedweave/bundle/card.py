@@ -9,8 +9,9 @@ from fedweave.backbone.prompts import PromptFormat
 from fedweave.config import Config
 from fedweave.description.record import Experts, title
 from fedweave.description.text import short
+from fedweave.events import ValidationEvent
 from fedweave.inference.model import FedWeaveModel
-from fedweave.schema import Description, Summary, ValidationEvent
+from fedweave.schema import Description, Summary
 
 _VLLM_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # what --max-lora-rank may be
 

@@ -54,11 +54,11 @@ class FedWeave(Aligned):
         return super().claims(member, experts) if self.relabel is None else [len(member)] * experts
 
     def pools(self, client: Client, state: RoutedExperts) -> list[np.ndarray]:
-        everything = np.sort(np.concatenate(client.buckets))
+        everything = np.sort(np.concatenate(client.served))
         if self.config.training.batches == "mixed":
             return [everything]
         if self.relabel is None:
-            return client.buckets
+            return client.served
         labels = self.labels(client, state).numpy()[everything]
         return [everything[labels == m] for m in np.unique(labels)]
 
@@ -114,7 +114,9 @@ class WithoutClientRouter(FedWeave):
         self, compute: Compute, state: Broadcast, clients: Sequence[Client], t: int
     ) -> Iterator[Update]:
         trained = list(super().local_updates(compute, state, clients, t))
-        budgets = [allot_steps(client.sizes, self.config.training.local_steps) for client in clients]
+        budgets = [
+            allot_steps([len(b) for b in client.served], self.config.training.local_steps) for client in clients
+        ]
         jobs = [(k, c) for k, budget in enumerate(budgets) for c, steps in enumerate(budget) if steps]
         lanes = [self._reset_lane(clients[k], c, state, trained[k], t) for k, c in jobs]
         ends: list[list[tuple[int, torch.Tensor]]] = [[] for _ in clients]
@@ -123,7 +125,7 @@ class WithoutClientRouter(FedWeave):
         )
         for (k, c), result in zip(jobs, results, strict=True):
             assert result.delta_phi is not None
-            ends[k].append((len(clients[k].buckets[c]), result.delta_phi))
+            ends[k].append((len(clients[k].served[c]), result.delta_phi))
         for update, parts in zip(trained, ends, strict=True):
             total = sum(size for size, _ in parts)
             delta = torch.stack([size / total * phi for size, phi in parts]).sum(0)
@@ -131,10 +133,8 @@ class WithoutClientRouter(FedWeave):
 
     def _reset_lane(self, client: Client, c: int, state: RoutedExperts, update: Update, t: int) -> Lane:
         training, seed = self.config.training, self.config.seed
-        steps = allot_steps(client.sizes, training.local_steps)[c]
-        schedule = local_schedule(
-            [client.buckets[c]], steps, training.batch_size, seed, t, client.index, "reset", c
-        )
+        steps = allot_steps([len(b) for b in client.served], training.local_steps)[c]
+        schedule = local_schedule([client.served[c]], steps, training.batch_size, seed, t, client.index, "reset", c)
         assert state.phi is not None
         frozen = torch.zeros(state.layout.size, dtype=torch.bool)
         key = (seed, t, client.index, "reset", c)

@@ -67,6 +67,12 @@ class Oracle(FedWeave):
         self.start = StartExperts(self.discover) if config.experts.start == "warmup" else None
         self.relabel, self.familiar, self.trains_router = None, None, False
 
+    def group(self, compute: Compute, client: Client) -> None:
+        """It is told: every kind is a bucket, and has its expert from the beginning."""
+        (found,) = by_label(compute, [client])
+        client.buckets, client.waiting = found.members, client.waiting[:0]
+        client.assignment = [int(client.data.features[bucket[0]].argmax()) for bucket in found.members]
+
     def admit(self, engine: Engine, state: ServerState, newcomer: Member) -> str:
         return ""  # nobody comes later who knows the labels
 
