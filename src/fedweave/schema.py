@@ -76,6 +76,9 @@ class AlignmentReport(TypedDict):
     signature_distance: NotRequired[list[list[float]] | None]  # None: too many buckets to read
     preparation_bytes: NotRequired[dict[str, Traffic]]
     join_distance: NotRequired[float]
+    own_distances: NotRequired[list[float]]  # of every bucket to the others of its expert, ascending
+    signed_buckets: NotRequired[list[int]]  # behind the mean signature of every expert
+    asked: NotRequired[dict[str, list[int]]]  # client -> sizes of its buckets that the operator was told of
 
 
 class LabelRecord(TypedDict):

@@ -79,5 +79,5 @@ def test_a_mistake_is_one_sentence(change, reason):
 
 
 def test_own_rows_have_no_schedule(tmp_path):
-    with pytest.raises(UserError, match="needs data.source=sample"):
+    with pytest.raises(UserError, match="needs data"):
         from_tree({"data": {"source": "jsonl", "path": str(tmp_path), "changes": ["3: all lose sum"]}})

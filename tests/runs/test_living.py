@@ -2,10 +2,17 @@
 
 import pytest
 
+import fedweave
 from fedweave.cli import main
+from fedweave.runs.folder import RunFolder
 from tests.helpers import events, read_json
 from tests.runs.test_faults import state_of
 
+OPENING = [
+    "living.notice=open", "living.least=8", "data.train=40", "data.clients=4", "discovery.warmup_steps=6",
+    "discovery.warmup_lr=1e-2", "training.rounds=4",
+    "data.changes=['2: client_0, client_1 gain sum', '3: all lose mood', '4: client_2 gains 50% of choice']",
+]  # fmt: skip
 CHANGES = "data.changes=['2: client_0, client_1 gain sum', '3: all lose mood']"
 METHODS = ["fedit", "fedlease", "ifca", "fedrouter", "local-only", "centralised", "oracle", "fedweave"]
 
@@ -32,3 +39,69 @@ def test_a_run_resumed_after_every_round_finds_the_rows_of_that_round(tmp_path, 
         assert main(["resume", str(broken), f"training.rounds={rounds}", "--quiet"]) == 0
     assert state_of(whole) == state_of(broken)
     assert read_json(whole / "summary.json")["validation"]["best_round"] >= 3
+
+
+# -------------------------------------------------------------------------------------- experts that open
+
+
+def test_kill_and_resume_around_an_opening_is_bit_identical(tmp_path, small, tiny_run):
+    """A run that ends and goes on before and after every change is the run that never stopped."""
+    whole, broken = tiny_run(*OPENING), tmp_path / "broken"
+    first = events(whole, "change")[0]
+    assert first["round"] == 2 and first["opened"], "an expert has opened"
+    begin = ["run", "quickstart", *small, *OPENING, "training.rounds=1", f"output={broken}", "--quiet"]
+    assert main(begin) == 0
+    for rounds in (2, 3, 4):
+        assert main(["resume", str(broken), f"training.rounds={rounds}", "--quiet"]) == 0
+    assert state_of(whole) == state_of(broken)
+
+
+@pytest.mark.parametrize("moment", ["sign", "grow"])
+def test_a_run_killed_while_an_expert_opens_opens_it_again(tmp_path, small, tiny_run, moment, monkeypatch):
+    from fedweave.methods.growing import GrowRouter
+    from fedweave.methods.living import Sign
+
+    step = {"sign": Sign, "grow": GrowRouter}[moment]
+    broken = tmp_path / "broken"
+    with monkeypatch.context() as patched:
+        patched.setattr(step, "read", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
+        assert main(["run", "quickstart", *small, *OPENING, f"output={broken}", "--quiet"]) == 130
+    assert RunFolder(broken).newest().meta["completed"] == 1
+    assert main(["resume", str(broken), "--quiet"]) == 0
+    assert state_of(tiny_run(*OPENING)) == state_of(broken)
+
+
+def test_everything_copes_with_experts_that_opened(tiny_run, tmp_path, says):
+    """The best round, the bundle, the report, the budget and the live view."""
+    run, bundle = tiny_run(*OPENING), tmp_path / "bundle"
+    summary, changes = read_json(run / "summary.json"), events(run, "change")
+    experts = changes[-1]["experts"]
+    assert summary["experts"] == experts > read_json(run / "discovery.json")["experts"]
+    assert summary["validation"]["best_round"] >= changes[-1]["round"], "the best is chosen anew after a change"
+    says("export", run, bundle)
+    model = fedweave.load(bundle)
+    assert model.experts.layout.experts == experts
+    assert model.generate(["Ada has 3 pens and finds 4 more. How many pens in all?"])
+    says("report", run, "--output", tmp_path / "report.html")
+    says("budget", run)
+    says("watch", run, "--once")
+
+
+def test_the_operator_is_asked_and_answers_by_resuming(tmp_path, small, capsys):
+    run = tmp_path / "run"
+    asking = [item for item in OPENING if not item.startswith("living.notice")]
+    assert (
+        main(["run", "quickstart", *small, *asking, "living.notice=ask", "training.rounds=2", f"output={run}"]) == 0
+    )
+    assert "kept apart; resume with living.notice=open" in capsys.readouterr().err
+    before = events(run, "change")[-1]
+    assert not before["opened"] and any(bucket["expert"] < 0 for bucket in before["placed"])
+    assert main(["resume", str(run), "living.notice=open", "training.rounds=4", "--quiet"]) == 0
+    assert events(run, "change")[1]["opened"]
+
+
+def test_another_method_says_that_it_cannot(small, complains, tmp_path):
+    said = complains(
+        "run", "quickstart", *small, "method=fedit", "living.notice=open", f"output={tmp_path / 'run'}"
+    )
+    assert "method=fedit cannot open experts in mid-run; set living.notice=off" in said

@@ -140,6 +140,11 @@ class Client:
         return [b for b, m in zip(self.buckets, self.assignment or [0] * len(self.buckets), strict=True) if m >= 0]
 
     @property
+    def rows(self) -> np.ndarray:
+        """The rows that have an expert, ascending."""
+        return np.sort(np.concatenate(self.served))
+
+    @property
     def takes_part(self) -> bool:
         return not self.assignment or any(len(bucket) for bucket in self.served)
 
@@ -182,6 +187,13 @@ class Client:
         new = np.setdiff1d(np.arange(len(self.data)), moved)
         self.waiting = np.sort(np.concatenate([_still_there(moved, self.waiting), new]))
         return len(new), int((moved < 0).sum())
+
+    def join_buckets(self) -> None:
+        """Buckets of one expert become one, so that years of new rows do not become a thousand buckets."""
+        experts = list(dict.fromkeys(self.assignment))
+        owner = np.array(self.assignment)
+        self.buckets = [np.concatenate([self.buckets[c] for c in np.flatnonzero(owner == m)]) for m in experts]
+        self.assignment = experts
 
     def example_experts(self) -> torch.Tensor:
         """a(i,c) of every example's bucket, [n]."""

@@ -137,7 +137,7 @@ class Method(ABC):
         """Every client gets its buckets; the same ones whenever it is asked."""
         found = self.units(compute, clients)
         for client, buckets in zip(clients, found, strict=True):
-            client.buckets, client.note = buckets.members, buckets.note
+            client.buckets, client.assignment, client.note = buckets.members, [], buckets.note
         return found
 
     def labels(self, client: Client, state: RoutedExperts) -> torch.Tensor:

@@ -38,7 +38,7 @@ class AskMoments(Step[Moments]):
 
     def answer(self, compute: Compute, clients: Sequence[Client], question: Message) -> Iterator[Answer]:
         for client in clients:
-            x = client.data.features.double()  # [n, d]; a variance is a small difference of large sums
+            x = client.data.features[client.rows].double()  # [n, d]; a variance is a small difference of large sums
             yield Answer({"sum": x.sum(0), "products": x.T @ x}, {"samples": len(x)})
 
     def figures(self, asked: Asked) -> dict[str, Figure]:
@@ -61,7 +61,7 @@ class AskDistances(Step[torch.Tensor]):
         router, phi = read_router(question.facts), question.tensors["phi"].to(compute.device)
         assert router is not None
         for client in clients:
-            far = router.strangeness(phi, client.data.features.to(phi)) / question.facts["mean"]
+            far = router.strangeness(phi, client.data.features[client.rows].to(phi)) / question.facts["mean"]
             bins = (far / _WIDTH).long().clamp(0, _BINS - 1).cpu()
             yield Answer(figures={"counts": torch.bincount(bins, minlength=_BINS).tolist()})
 

@@ -17,10 +17,14 @@ from fedweave.config import Config
 from fedweave.errors import UserError
 from fedweave.federation.client import Client, Member
 from fedweave.federation.compute import Compute
+from fedweave.federation.engines.base import Engine
 from fedweave.federation.method import Payload, Sizes, Units
-from fedweave.federation.state import Broadcast
+from fedweave.federation.news import Change
+from fedweave.federation.state import Broadcast, ServerState
+from fedweave.federation.steps import Step
 from fedweave.federation.train import Update
 from fedweave.methods.familiar import Familiarity
+from fedweave.methods.living import Newcomers
 from fedweave.methods.preparation import Aligned, mixture_payload
 from fedweave.methods.relabel import Relabel, picked
 from fedweave.methods.warm_start import WarmRouter
@@ -32,6 +36,7 @@ from fedweave.training.schedule import allot_steps, local_schedule
 
 class FedWeave(Aligned):
     summary = "prototype-level experts, one client-level router (the paper's method)"
+    opens = True
     units: Units = staticmethod(Compute.cluster)  # clusters of a client's own prompt features
 
     def __init__(self, config: Config):
@@ -40,8 +45,32 @@ class FedWeave(Aligned):
         self.start = self.start if config.experts.start == "warmup" else None
         self.relabel = Relabel(config) if config.experts.labels == "router" else None
         self.familiar = Familiarity(config) if config.router.familiar < 1 else None
+        self.newcomers = Newcomers(config, self.discover, self.start, self.familiar)
         self.shared_rank = config.experts.shared_rank
         self.trains_router = config.router.training == "soft"
+
+    def steps(self) -> list[Step]:
+        return [*super().steps(), *(self.newcomers.steps() if self.lives else [])]
+
+    @property
+    def lives(self) -> bool:
+        return self.config.living.notice != "off"
+
+    def group(self, compute: Compute, client: Client) -> None:
+        """New rows form buckets of their own, without an expert, once there are enough of them."""
+        if not self.lives:
+            super().group(compute, client)
+        elif len(client.waiting) >= self.config.living.least:
+            if len(client.buckets) > self.config.discovery.max_buckets:
+                client.join_buckets()
+            rows = client.waiting
+            (found,) = self.units(compute, [Client(client.index, client.data.part(rows))])
+            client.buckets = [*client.buckets, *(rows[bucket] for bucket in found.members)]
+            client.assignment = [*client.assignment, *[-1] * len(found.members)]
+            client.waiting = rows[:0]
+
+    def settle(self, engine: Engine, state: ServerState, change: Change) -> ServerState:
+        return self.newcomers.settle(engine, state, change) if self.lives else state
 
     def labels(self, client: Client, state: RoutedExperts) -> torch.Tensor:
         """Made anew in every round from what was broadcast, so that no client needs to remember them."""
@@ -54,7 +83,7 @@ class FedWeave(Aligned):
         return super().claims(member, experts) if self.relabel is None else [len(member)] * experts
 
     def pools(self, client: Client, state: RoutedExperts) -> list[np.ndarray]:
-        everything = np.sort(np.concatenate(client.served))
+        everything = client.rows
         if self.config.training.batches == "mixed":
             return [everything]
         if self.relabel is None:

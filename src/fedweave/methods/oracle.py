@@ -58,7 +58,7 @@ class DiscoverLabels(Discover):
 class Oracle(FedWeave):
     summary = "upper bound: told every example's kind, one expert per kind"
     uses_labels = True
-    continues = False
+    continues = opens = False
     units = staticmethod(by_label)
 
     def __init__(self, config: Config):

@@ -20,6 +20,7 @@ from fedweave.alignment.align import (
     joining_limit,
     signature_distance,
 )  # fmt: skip
+from fedweave.alignment.novelty import own_distances
 from fedweave.config import Config
 from fedweave.discovery.clusterers import Buckets
 from fedweave.errors import UserError
@@ -106,9 +107,11 @@ class Aligned(Method):
         router = replace(router, sure=config.router.gate == "sure")
         report["preparation_bytes"] = preparation_bytes(engine.members, (heard, 0), (started, 0), (warmed, down))
         means = None
-        if engine.grows:
+        if engine.grows or config.living.notice != "off":
             asked, owners = config.federation.join_distance, report["prototype_labels"]
             report["join_distance"] = joining_limit(distance, owners) if asked == "auto" else asked
+            report["own_distances"] = own_distances(distance, owners)
+            report["signed_buckets"] = [owners.count(m) for m in range(layout.experts)]
             means = torch.from_numpy(expert_means(blocks, owners, layout.experts))  # [M, D]
         return ServerState(layout, router, theta.to(engine.device), phi[None], signatures=means, report=report)
 
@@ -117,6 +120,8 @@ class Aligned(Method):
         prompts, because that is the expert it would get at inference. No warmup, no signatures, and M stays."""
         if not isinstance(engine, InProcessEngine):
             raise UserError("init starts federations of this process only; leave it empty for real sites.")
+        if self.config.living.notice != "off":
+            raise UserError("a bundle has no signatures to tell new kinds from; set living.notice=off with init.")
         found = self.form_buckets(engine.compute, engine.members)
         labels: list[int] = []
         for client in engine.members:
@@ -178,17 +183,31 @@ def assign(
 
 
 def start_experts(engine: Engine, step: StartExperts, layout: AdapterLayout, receipts: Receipts) -> torch.Tensor:
-    """θ⁰ [P]: means of warmup adapters as a stream; an expert without any starts where all of them did."""
+    """θ⁰ [P] of experts that start from warmups."""
+    starts = warm_starts(engine, step, layout, range(layout.experts), engine.members, Message(), receipts)
+    return layout.stack(starts, layout.initial_shared(step.config.seed))
+
+
+def warm_starts(
+    engine: Engine,
+    step: StartExperts,
+    layout: AdapterLayout,
+    experts: Sequence[int],
+    members: Sequence[Member],
+    question: Message,
+    receipts: Receipts,
+) -> list[torch.Tensor]:
+    """What each of these experts starts from, [P of one] each: the mean of its buckets' warmup adapters, as a
+    stream; one without any starts where all of them did."""
     single, config = layout.with_experts(1), step.config
     first = first_adapter(single, config.seed)
     plain = streams(config)  # other rules than the mean compare clients, and how far each has moved
     origin = torch.zeros(1) if plain else first
-    means = [client_average(single.size, torch.device("cpu"), config) for _ in range(layout.experts)]
-    for _, start in engine.ask(step, engine.members, Message(), receipts):
+    means = {m: client_average(single.size, torch.device("cpu"), config) for m in experts}
+    for _, start in engine.ask(step, members, question, receipts):
         for m, adapter, buckets in start if plain else _one_each(start):
             means[m].add(adapter - origin, buckets)
-    starts = [origin + mean.step() if mean.weight else first for mean in means]
-    return layout.stack(starts, layout.initial_shared(config.seed))
+    return [origin + mean.step() if mean.weight else first for mean in means.values()]
 
 
 def _one_each(start: Start) -> Start:

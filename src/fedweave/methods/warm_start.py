@@ -43,12 +43,8 @@ class WarmRouter(Step[tuple[torch.Tensor, int]]):
         facts, settings = question.facts, self.config.router.warm_start
         router, phi = read_router(facts), question.tensors["phi"].to(compute.device)
         assert router is not None
-        seed, t = self.config.seed, facts["t"]
-        lessons = [
-            LabelledFeatures(client.data.features, client.example_experts(), (seed, t, client.index))
-            for client in clients
-        ]
-        deltas = warm_start_clients(router, phi, lessons, settings, facts["contrast"])
+        taught = lessons(clients, self.config.seed, facts["t"])
+        deltas = warm_start_clients(router, phi, taught, settings, facts["contrast"])
         for client, delta in zip(clients, deltas, strict=True):
             yield Answer({ROUTER: delta}, {"samples": len(client)})
 
@@ -100,6 +96,16 @@ class LabelledFeatures:
     key: tuple[int | str, ...]  # names this client and round
 
 
+def lessons(clients: Sequence[Client], *key: int | str) -> list[LabelledFeatures]:
+    """Every client's examples that have an expert."""
+    taught = []
+    for client in clients:
+        rows = client.rows
+        features, experts = client.data.features[rows], client.example_experts()[rows]
+        taught.append(LabelledFeatures(features, experts, (*key, client.index)))
+    return taught
+
+
 def contrast_of(assignments: Sequence[Sequence[int]], experts: int, asked: str = "auto") -> str:
     """Over which experts clients learn: own where clients with several link every expert to every other, or all."""
     if asked != "auto":
@@ -117,6 +123,7 @@ def warm_start_clients(
     clients: Sequence[LabelledFeatures],
     config: WarmStartConfig,
     contrast: str,  # own or all
+    first: int | None = None,  # only the outputs from this one on learn, and everybody has them for a contrast
 ) -> torch.Tensor:
     """Δφ [K, Q] of K clients, each after ``config.steps`` steps of cross-entropy on its own alignment labels. They
     march together: everything is a row of its own, so none sees the others."""
@@ -128,6 +135,9 @@ def warm_start_clients(
     if contrast == "own":
         own = [torch.bincount(p.experts, minlength=layout.experts) for p in clients]
         absent = (torch.stack(own) == 0)[:, None].to(device)  # [K, 1, M]
+        absent[..., first if first is not None else layout.experts :] = False
+    frozen = torch.ones(layout.size, dtype=torch.bool, device=device)
+    frozen[layout.outputs(first or 0).to(device)] = False
     local = phi.repeat(count, 1).requires_grad_()  # [K, Q]
     optimiser = torch.optim.AdamW([local], lr=config.lr, weight_decay=0.0)
     for rows, share in zip(index.to(device), weight.to(device), strict=True):  # [K, b]
@@ -137,6 +147,8 @@ def warm_start_clients(
         losses = F.cross_entropy(logits.flatten(0, 1), experts[rows].flatten(), reduction="none").view_as(share)
         optimiser.zero_grad()
         (losses * share).sum().backward()
+        if first is not None and local.grad is not None:
+            local.grad[:, frozen] = 0.0
         optimiser.step()
     return local.detach() - phi
 

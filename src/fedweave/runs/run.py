@@ -39,6 +39,7 @@ def start(config: Config, output: Path, console: Console, kept: Kept | None = No
         return None
     require_new(output)
     require_loggers(config.loggers)
+    build_method(config)  # what it cannot do shows before anything loads
     prepared = prepare(config, console, kept)
     initial_state(config, prepared.backbone)  # a bundle that does not fit shows before anything is written
     run = RunFolder.create(output, config, prepared.data.manifest)

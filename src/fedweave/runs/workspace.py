@@ -52,9 +52,7 @@ class Scheduled:
         return max(number for number in self.here if number <= t + 1)
 
     def data(self, version: int) -> ClientData:
-        places, every = self.here[version], self.everything
-        examples = [every.examples[i] for i in places]
-        return ClientData(every.name, examples, every.features[places], every.gathered)
+        return self.everything.part(self.here[version])
 
 
 @dataclass

@@ -1,0 +1,47 @@
+"""Is a bucket that arrives in mid-run of a known kind? Its signature against those that the server has kept.
+
+A bucket of a known kind is one more draw from whatever the aligned buckets were drawn from. Of n + 1 draws each is
+equally likely to lie farthest out, so the chance that the new one lies farther from its expert than all but k of
+the n aligned ones lie from theirs is (k + 1) / (n + 1). The limit is the distance for which that chance is the
+rate of false alarms that was asked for. It holds for any distribution, and promises nothing about new kinds: how
+far these lie out is measured, not assumed (docs/living.md).
+"""
+
+import math
+from collections.abc import Sequence
+
+import numpy as np
+from scipy.cluster.hierarchy import fcluster, linkage
+from scipy.spatial.distance import squareform
+
+from fedweave.alignment.align import signature_distance
+
+
+def own_distances(distance: np.ndarray, labels: Sequence[int]) -> list[float]:
+    """How far each aligned bucket lies from the others of its expert on average, ascending; distance [P, P].
+    Buckets that have their expert alone say nothing."""
+    owner, found = np.asarray(labels), []
+    for p, m in enumerate(owner):
+        mates = (owner == m) & (np.arange(len(owner)) != p)
+        if mates.any():
+            found.append(float(distance[p, mates].mean()))
+    return sorted(found)
+
+
+def novelty_limit(own: Sequence[float], alarms: float) -> float:
+    """The distance beyond which a bucket of a known kind lies with chance ``alarms``, or with chance 1 / (n + 1)
+    where n aligned buckets cannot promise less. Without any, nothing is new."""
+    if not own:
+        return math.inf
+    return own[min(len(own), math.ceil((len(own) + 1) * (1 - alarms))) - 1]
+
+
+def kinds_of(blocks: Sequence[np.ndarray], limit: float) -> np.ndarray:
+    """Which of these buckets are one kind, [n]: clusters by average linkage whose buckets are nearer than the
+    limit, numbered by first appearance. Blocks are [n, size], one per layer."""
+    count = len(blocks[0])
+    if count < 2:
+        return np.zeros(count, dtype=int)
+    tree = linkage(squareform(signature_distance(blocks), checks=False), method="average")
+    found = fcluster(tree, limit, criterion="distance")
+    return np.unique(found, return_index=True)[1].argsort().argsort()[found - 1]
