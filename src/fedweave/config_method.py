@@ -188,6 +188,12 @@ class LivingConfig:
         low=1e-6,
         high=0.5,
     )
+    merge: bool = setting(
+        False, "Make one of two experts that have become alike, where one of them opened in mid-run."
+    )
+    retire: int = setting(
+        0, "Rounds after which an expert that nobody feeds closes; 0: it stays, as it is, for good.", low=0
+    )
     least: int = setting(
         16, "New rows that a client waits for before it forms buckets of them, and that a new expert needs.", low=2
     )

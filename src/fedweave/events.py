@@ -76,6 +76,9 @@ class ChangeFigures(TypedDict):
     went: dict[str, int]
     placed: list[PlacedBucket]
     opened: list[int]  # experts
+    merged: list[int]  # two that became one, by the numbers that they had
+    retired: list[int]  # experts, by the numbers that they had
+    born: list[int]  # of every expert from here on: the round before which it opened, 0 at alignment
     limit: float | None  # distance beyond which a bucket belongs to no expert
     experts: int  # from here on
     fed: list[int]  # examples of every expert

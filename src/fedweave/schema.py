@@ -78,6 +78,8 @@ class AlignmentReport(TypedDict):
     join_distance: NotRequired[float]
     own_distances: NotRequired[list[float]]  # of every bucket to the others of its expert, ascending
     signed_buckets: NotRequired[list[int]]  # behind the mean signature of every expert
+    born: NotRequired[list[int]]  # the round before which every expert opened; 0: at alignment
+    idle: NotRequired[list[int]]  # rounds since somebody fed every expert
     asked: NotRequired[dict[str, list[int]]]  # client -> sizes of its buckets that the operator was told of
 
 

@@ -6,7 +6,7 @@ import pytest
 from fedweave.alignment.align import signature_distance
 from fedweave.alignment.novelty import kinds_of, novelty_limit, own_distances
 from fedweave.config import from_tree
-from fedweave.methods.living import decide
+from fedweave.methods.newcomers import decide
 
 
 def blobs(centres: int, each: int, spread: float, seed: int = 0) -> np.ndarray:

@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 import torch
 
-from fedweave.federation.client import Client
+from fedweave.federation.client import Client, examples_of
 from fedweave.federation.rounds import federate
 from fedweave.methods import build_method
-from fedweave.methods.living import apart
+from fedweave.methods.newcomers import apart
 from fedweave.methods.prototypes import first_adapter
 from fedweave.router.mlp import RouterLayout
 from tests.federations import changed, make_engine
@@ -164,3 +164,47 @@ def test_a_router_that_takes_prompts_for_strange_learns_the_new_ones(living, bac
     final = federate(method, engine, opened, range(2, 3), lambda state, r: report.append(r))
     engine.detach()
     assert final.layout.experts == opened.layout.experts and len(report) == 1
+
+
+# -------------------------------------------------------------------------------------- merging and closing
+
+
+def test_two_experts_that_are_alike_become_their_mean(living, backbone):
+    """An expert that opened is given the signature of another: both close, and their mean opens."""
+    engine, method = federation(changed(living, living={"merge": True}), backbone)
+    state, _ = method.live(engine, method.prepare(engine), 1)
+    last, fed = state.layout.experts - 1, examples_of(engine.members, state.layout.experts)
+    state.signatures[last] = state.signatures[0] / state.signatures[0].norm()
+    state.signatures[0] = state.signatures[last]
+    before = state.layout.unstack(state.theta)
+    merged, change = method.live(engine, state, 2)
+    assert change.merged == [0, last] and merged.layout.experts == last
+    after, feeding = merged.layout.unstack(merged.theta), examples_of(engine.members, last)
+    assert all(torch.equal(old, new) for old, new in zip(before[1:last], after, strict=False))
+    assert feeding == [*fed[1:last], fed[0] + fed[last]]
+    mean = (fed[0] * before[0] + fed[last] * before[last]) / (fed[0] + fed[last])
+    torch.testing.assert_close(after[-1], mean)
+    assert len(merged.signatures) == len(merged.report["born"]) == len(merged.report["signed_buckets"]) == last
+    federate(method, engine, merged, range(3, 4), lambda state, report: None)
+    engine.detach()
+
+
+def test_an_expert_that_nobody_feeds_is_retired_where_that_is_asked_for(living, backbone):
+    engine, method = federation(changed(living, living={"retire": 2}), backbone)
+    state, _ = method.live(engine, method.prepare(engine), 1)
+    lost, experts = engine.members[2].assignment[0], state.layout.experts
+    for client in engine.members:
+        kept = [c for c, m in enumerate(client.assignment) if m != lost]
+        client.buckets, client.assignment = [client.buckets[c] for c in kept], [client.assignment[c] for c in kept]
+    engine.members = [client for client in engine.members if client.buckets]
+    before = state.layout.unstack(state.theta)
+    counts = []
+    for t in range(2, 5):
+        state, change = method.live(engine, state, t)
+        counts.append(state.layout.experts)
+    engine.detach()
+    assert counts == [experts, experts, experts - 1] and change.retired == [lost]
+    kept = [one for m, one in enumerate(before) if m != lost]
+    assert all(torch.equal(old, new) for old, new in zip(kept, state.layout.unstack(state.theta), strict=True))
+    assert state.router.experts == len(state.signatures) == experts - 1
+    assert all(max(client.assignment) < experts - 1 for client in engine.members)

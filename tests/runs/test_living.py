@@ -59,7 +59,7 @@ def test_kill_and_resume_around_an_opening_is_bit_identical(tmp_path, small, tin
 @pytest.mark.parametrize("moment", ["sign", "grow"])
 def test_a_run_killed_while_an_expert_opens_opens_it_again(tmp_path, small, tiny_run, moment, monkeypatch):
     from fedweave.methods.growing import GrowRouter
-    from fedweave.methods.living import Sign
+    from fedweave.methods.newcomers import Sign
 
     step = {"sign": Sign, "grow": GrowRouter}[moment]
     broken = tmp_path / "broken"

@@ -36,6 +36,18 @@ def novelty_limit(own: Sequence[float], alarms: float) -> float:
     return own[min(len(own), math.ceil((len(own) + 1) * (1 - alarms))) - 1]
 
 
+def alike(means: np.ndarray, own: Sequence[float], born: Sequence[int]) -> tuple[int, int] | None:
+    """The nearest two experts, of which one opened in mid-run (``born`` > 0), if their buckets lie no farther from
+    each other than half of the aligned buckets lie from their own; means [M, D] are of unit signatures, so that
+    inner products are mean cosines."""
+    distance = 1.0 - means @ means.T
+    pairs = [(a, b) for b in range(len(means)) for a in range(b) if born[a] or born[b]]
+    if not pairs or not own:
+        return None
+    nearest = min(pairs, key=lambda pair: distance[pair])
+    return nearest if distance[nearest] <= float(np.median(own)) else None
+
+
 def kinds_of(blocks: Sequence[np.ndarray], limit: float) -> np.ndarray:
     """Which of these buckets are one kind, [n]: clusters by average linkage whose buckets are nearer than the
     limit, numbered by first appearance. Blocks are [n, size], one per layer."""

@@ -3,7 +3,7 @@
 The client itself may be anywhere; a ``Member`` is what the server knows of it.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any, Protocol
 
@@ -208,3 +208,12 @@ def _still_there(moved: np.ndarray, rows: np.ndarray) -> np.ndarray:
 
 
 Member = Client | Distant  # what the server knows of client i, wherever it runs
+
+
+def examples_of(members: Sequence[Member], experts: int) -> list[int]:
+    """[M] the examples of every expert."""
+    fed = [0] * experts
+    for member in members:
+        for size, m in zip(member.sizes, member.assignment, strict=True):
+            fed[m] += size if m >= 0 else 0
+    return fed

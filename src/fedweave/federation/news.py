@@ -56,12 +56,14 @@ class Change:
     went: dict[str, int] = field(default_factory=dict)
     placed: list[Placed] = field(default_factory=list)
     opened: list[int] = field(default_factory=list)  # experts
+    merged: list[int] = field(default_factory=list)  # two experts that became one, by their old numbers
+    retired: list[int] = field(default_factory=list)  # experts, by their old numbers
     limit: float | None = None  # distance beyond which a bucket belongs to no expert
     up: dict[str, int] = field(default_factory=dict)  # client -> bytes
     down: dict[str, int] = field(default_factory=dict)
 
     def __bool__(self) -> bool:
-        return bool(self.came or self.went or self.placed)
+        return bool(self.came or self.went or self.placed or self.merged or self.retired)
 
     def heard(self, receipts: Receipts, question: Message) -> None:
         """Count what a question and its answers took."""

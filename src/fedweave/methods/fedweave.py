@@ -24,7 +24,7 @@ from fedweave.federation.state import Broadcast, ServerState
 from fedweave.federation.steps import Step
 from fedweave.federation.train import Update
 from fedweave.methods.familiar import Familiarity
-from fedweave.methods.living import Newcomers
+from fedweave.methods.living import Living
 from fedweave.methods.preparation import Aligned, mixture_payload
 from fedweave.methods.relabel import Relabel, picked
 from fedweave.methods.warm_start import WarmRouter
@@ -45,12 +45,12 @@ class FedWeave(Aligned):
         self.start = self.start if config.experts.start == "warmup" else None
         self.relabel = Relabel(config) if config.experts.labels == "router" else None
         self.familiar = Familiarity(config) if config.router.familiar < 1 else None
-        self.newcomers = Newcomers(config, self.discover, self.start, self.familiar)
+        self.living = Living(config, self.discover, self.start, self.familiar)
         self.shared_rank = config.experts.shared_rank
         self.trains_router = config.router.training == "soft"
 
     def steps(self) -> list[Step]:
-        return [*super().steps(), *(self.newcomers.steps() if self.lives else [])]
+        return [*super().steps(), *(self.living.steps() if self.lives else [])]
 
     @property
     def lives(self) -> bool:
@@ -70,7 +70,7 @@ class FedWeave(Aligned):
             client.waiting = rows[:0]
 
     def settle(self, engine: Engine, state: ServerState, change: Change) -> ServerState:
-        return self.newcomers.settle(engine, state, change) if self.lives else state
+        return self.living.settle(engine, state, change) if self.lives else state
 
     def labels(self, client: Client, state: RoutedExperts) -> torch.Tensor:
         """Made anew in every round from what was broadcast, so that no client needs to remember them."""

@@ -1,168 +1,111 @@
-"""Buckets that come in mid-run: which expert they join, and how one opens for a kind that none knows.
+"""Experts that open, merge and close in mid-run.
 
-The same for rows that arrive at a client and for a client that comes late. The rule is in
-:mod:`fedweave.alignment.novelty`, its argument in docs/living.md.
+Before a round every bucket without an expert is placed (:mod:`fedweave.methods.newcomers`); an expert opens for
+what belongs to none. Two that have become alike become one, and one that nobody feeds stays as it is or is retired,
+where the config says so. Each is θ, φ and the kept signatures in another size; nothing old moves.
 """
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
-from typing import Any
+from collections.abc import Sequence
+from dataclasses import replace
 
-import numpy as np
 import torch
-import torch.nn.functional as F
 
-from fedweave.alignment.align import expert_distances, expert_means
-from fedweave.alignment.novelty import kinds_of, novelty_limit
+from fedweave.alignment.align import expert_distances
+from fedweave.alignment.novelty import alike, novelty_limit
 from fedweave.config import Config
 from fedweave.federation.admission import Receipts
-from fedweave.federation.client import Client, Member
-from fedweave.federation.compute import Compute
+from fedweave.federation.client import examples_of
 from fedweave.federation.engines.base import Engine
-from fedweave.federation.message import Facts, Message
+from fedweave.federation.message import Message
 from fedweave.federation.news import Change, Placed
-from fedweave.federation.state import Broadcast, ServerState, broadcast, received
-from fedweave.federation.steps import Answer, Asked, Figure, Part, Step
+from fedweave.federation.state import ServerState, broadcast
+from fedweave.federation.steps import Step
 from fedweave.methods.familiar import Familiarity
 from fedweave.methods.growing import GrowRouter, grow_router
+from fedweave.methods.newcomers import Sign, apart, decide, kept_means, placed_lines, remember
 from fedweave.methods.preparation import signature_blocks, warm_starts
-from fedweave.methods.prototypes import Discover, Prototypes, StartExperts, first_adapter
-from fedweave.streams import stream_key
-
-_LOOKED_AT = 64  # examples that a client measures losses on
-_MOST = 1e4  # nats: more than any vocabulary can cost
+from fedweave.methods.prototypes import Discover, StartExperts, first_adapter
 
 
-@dataclass
-class Signed(Prototypes):
-    """Buckets without an expert: their signatures, and how the model does on them."""
-
-    losses: Sequence[float] = ()  # under the expert that the router picks
-    doubts: Sequence[float] = ()  # 1 - the router's largest weight
-    usual: float = 0.0  # loss of the client's other rows under their experts; 0: it has none
-
-
-class Sign(Step[Signed]):
-    """Sign your buckets that have no expert: warm one LoRA up for each, from the same start as ever."""
-
-    name = "sign"
-    together = None  # all warmups march in lockstep
-
-    def __init__(self, discover: Discover):
-        self.discover, self.config = discover, discover.config
-
-    def answer(self, compute: Compute, clients: Sequence[Client], question: Message) -> Iterator[Answer]:
-        state = received(question, compute.layers, compute.device)
-        units = [(client, c) for client in clients for c in apart(client)]
-        signatures = iter(list(self.discover.warm_up(compute, units)))
-        for client in clients:
-            own = [client.buckets[c] for c in apart(client)]
-            gates = F.one_hot(client.example_experts().clamp(min=0), state.layout.experts).float()
-            usual = self._loss(compute, state, client, np.concatenate([*client.served, own[0][:0]]), gates)
-            weights = state.weights(client.data.features)  # [n, M]
-            picked = state.gates(weights, "sparse")
-            yield Answer({"signatures": torch.stack([next(signatures) for _ in own])}, {
-                "losses": [self._loss(compute, state, client, rows, picked) for rows in own],
-                "doubts": [float((1 - weights[rows].max(1).values).mean().clamp(0, 1)) for rows in own],
-                "usual": usual,
-            })  # fmt: skip
-
-    def _loss(
-        self, compute: Compute, state: Broadcast, client: Client, rows: np.ndarray, gates: torch.Tensor
-    ) -> float:
-        """Mean over a sample of rows; gates [n, M] are those of all rows."""
-        rng = np.random.default_rng(stream_key("look", self.config.seed, client.index))
-        chosen = rng.permutation(rows)[:_LOOKED_AT]
-        if not len(chosen):
-            return 0.0
-        examples = [client.data.examples[i] for i in chosen]
-        return float(compute.losses(state.layout, state.theta, examples, gates[chosen]).mean())
-
-    def figures(self, asked: Asked) -> dict[str, Figure]:
-        count = (len(apart(asked.member)),) * 2
-        return {
-            "losses": Figure(float, 0, _MOST, count),
-            "doubts": Figure(float, 0, 1, count),
-            "usual": Figure(float, 0, _MOST),
-        }
-
-    def parts(self, asked: Asked, figures: Facts) -> dict[str, Part]:
-        return {"signatures": self.discover.signatures(asked, len(apart(asked.member)))}
-
-    def read(self, asked: Asked, parts: dict[str, torch.Tensor], figures: Facts) -> Signed:
-        sizes = [asked.member.sizes[c] for c in apart(asked.member)]
-        told = {name: figures[name] for name in ("losses", "doubts", "usual")}
-        return Signed(sizes, parts["signatures"], **told)
-
-
-def apart(member: Member) -> list[int]:
-    """Its buckets that have no expert."""
-    return [c for c, m in enumerate(member.assignment) if m < 0]
-
-
-class Newcomers:
-    """The questions about buckets that come in mid-run, and the rules that read the replies."""
+class Living:
+    """The questions between rounds, and the rules that read the replies."""
 
     def __init__(
         self, config: Config, discover: Discover, start: StartExperts | None, familiar: Familiarity | None
     ):
         self.config, self.discover, self.start, self.familiar = config, discover, start, familiar
-        self.sign, self.grow = Sign(discover), GrowRouter(config)
+        self.sign, self.teach = Sign(discover), GrowRouter(config)
 
     def steps(self) -> list[Step]:
-        return [self.sign, self.grow]
+        return [self.sign, self.teach]
 
     def settle(self, engine: Engine, state: ServerState, change: Change) -> ServerState:
+        """Everything that may happen to experts before a round."""
+        settings = self.config.living
+        state = self.place(engine, state, change)
+        state = self.merge(engine, state, change) if settings.merge else state
+        return self.retire(engine, state, change) if settings.retire else state
+
+    # ---------------------------------------------------------------------------------- opening
+
+    def place(self, engine: Engine, state: ServerState, change: Change) -> ServerState:
         """Every bucket without an expert gets one, or is kept apart until the operator has decided."""
-        asking, asked = self.config.living.notice == "ask", state.report.get("asked", {})
-        known = asked if asking else {}
+        asking = self.config.living.notice == "ask"
+        known = state.report.get("asked", {}) if asking else {}
         pending = [m for m in engine.members if apart(m) and known.get(m.name) != [m.sizes[c] for c in apart(m)]]
         question, heard = broadcast(state, change.t), Receipts()
         signed = list(engine.ask(self.sign, pending, question, heard)) if pending else []
         change.heard(heard, question)
+        signed.sort(key=lambda one: one[0].index)  # the order of arrival decides nothing
         if not signed:
             return state
         units = [(member, c) for member, _ in signed for c in apart(member)]
-        blocks = signature_blocks(engine, self.discover, [told for _, told in signed])
-        means = kept_means(state)
-        distances = expert_distances(blocks, means)  # [n, M]
+        blocks = signature_blocks(engine, self.discover, [told.signatures for _, told in signed])
+        distances = expert_distances(blocks, kept_means(state))  # [n, M]
         change.limit = novelty_limit(state.report["own_distances"], self.config.living.alarms)
         experts = decide(blocks, distances, change.limit, [m.sizes[c] for m, c in units], self.config)
-        for bucket, far in enumerate(distances.min(1) > change.limit):
-            if far and asking:
-                experts[bucket] = -1
+        if asking:
+            experts = [-1 if near > change.limit else m for m, near in zip(experts, distances.min(1), strict=True)]
         figures = [
-            (told.losses[i], told.usual, told.doubts[i]) for _, told in signed for i in range(len(told.sizes))
+            (loss, told.usual, doubt)
+            for _, told in signed
+            for loss, doubt in zip(told.losses, told.doubts, strict=True)
         ]
-        for (member, c), m, row, told in zip(units, experts, distances, figures, strict=True):
+        for i, ((member, c), m) in enumerate(zip(units, experts, strict=True)):
             member.assignment = [*member.assignment[:c], m, *member.assignment[c + 1 :]]
-            nearest = int(row.argmin())
-            change.placed.append(Placed(member.name, member.sizes[c], m, nearest, float(row[nearest]), *told))
-        change.opened = list(range(state.layout.experts, max([*experts, state.layout.experts - 1]) + 1))
-        apart_now = {m.name: [m.sizes[c] for c in apart(m)] for m in engine.members if apart(m)}
-        for line in lines(change):
+            nearest = int(distances[i].argmin())
+            distance = float(distances[i, nearest])
+            change.placed.append(Placed(member.name, member.sizes[c], m, nearest, distance, *figures[i]))
+        first = state.layout.experts
+        change.opened = list(range(first, max([*experts, first - 1]) + 1))
+        for line in placed_lines(change):
             engine.console.say(line)
-        state = remember(state, blocks, experts, len(change.opened))
-        state.report["asked"] = apart_now
-        return self.open(engine, state, change) if change.opened else state
+        state = remember(state, blocks, experts, change)
+        state.report["asked"] = {m.name: [m.sizes[c] for c in apart(m)] for m in engine.members if apart(m)}
+        return self.widen(engine, state, change, self.starts(engine, state, change)) if change.opened else state
 
-    def open(self, engine: Engine, state: ServerState, change: Change) -> ServerState:
-        """θ and φ with the new experts: old columns are copied, new ones start from their buckets' warmups."""
-        layout, router, more = state.layout, state.router, len(change.opened)
-        assert router is not None and state.phi is not None
-        wide = engine.layout(layout.rank, layout.experts + more, layout.shared)
-        question, heard = Message(facts={"t": change.t, "first": layout.experts}), Receipts()
+    def starts(self, engine: Engine, state: ServerState, change: Change) -> list[torch.Tensor]:
+        """What new experts start from, [P of one] each: the mean of their buckets' warmup adapters, or B = 0."""
+        if self.start is None:
+            return [first_adapter(state.layout.with_experts(1), self.config.seed)] * len(change.opened)
+        question, heard = Message(facts={"t": change.t, "first": state.layout.experts}), Receipts()
         owners = [member for member in engine.members if set(member.assignment) & set(change.opened)]
-        starts = [first_adapter(layout.with_experts(1), self.config.seed)] * more
-        if self.start is not None:
-            starts = warm_starts(engine, self.start, layout, change.opened, owners, question, heard)
+        starts = warm_starts(engine, self.start, state.layout, change.opened, owners, question, heard)
         change.heard(heard, question)
-        shared = state.theta[(layout.expert_of_column == layout.experts).to(state.theta.device)]
-        theta = wide.stack([*layout.unstack(state.theta), *(one.to(state.theta) for one in starts)], shared)
-        phi = state.phi[0]
-        if router.axes:
-            router, phi = router.forgetting(phi)
-        router, phi = grow_router(engine, self.grow, router, phi, more, change)
+        return starts
+
+    def widen(
+        self, engine: Engine, state: ServerState, change: Change, starts: Sequence[torch.Tensor]
+    ) -> ServerState:
+        """θ and φ with further experts, which start so; the old ones are copied."""
+        layout, router = state.layout, state.router
+        assert router is not None and state.phi is not None
+        wide = engine.layout(layout.rank, layout.experts + len(starts), layout.shared)
+        theta = wide.stack(
+            [*layout.unstack(state.theta), *(one.to(state.theta) for one in starts)], shared_of(state)
+        )
+        router, phi = router.forgetting(state.phi[0])
+        router, phi = grow_router(engine, self.teach, router, phi, len(starts), change)
         if self.familiar is not None:
             heard = Receipts()
             router, phi = self.familiar.learn(engine, router, phi, heard)
@@ -170,62 +113,68 @@ class Newcomers:
         # a new expert and its output have far to go: what earlier rounds moved by is no measure for the next ones
         return replace(state, layout=wide, theta=theta, router=router, phi=phi[None], norms={})
 
+    # ---------------------------------------------------------------------------------- merging and closing
 
-def decide(
-    blocks: Sequence[np.ndarray], distances: np.ndarray, limit: float, sizes: Sequence[int], config: Config
-) -> list[int]:
-    """The expert of every bucket; numbers beyond those of ``distances`` [n, M] are new experts. Far buckets that
-    are near each other are one kind, which opens an expert if it has examples enough and there is room for one;
-    what is left over joins the nearest, old or new."""
-    experts, most = distances.shape[1], config.alignment.max_experts
-    far = np.flatnonzero(distances.min(1) > limit)
-    kinds = kinds_of([block[far] for block in blocks], limit)
-    found = distances.argmin(1)
-    opened: list[np.ndarray] = []  # buckets of each new expert
-    for kind in range(int(kinds.max()) + 1 if len(kinds) else 0):
-        own = far[kinds == kind]
-        if sum(sizes[bucket] for bucket in own) >= config.living.least and experts + len(opened) < most:
-            found[own] = experts + len(opened)
-            opened.append(own)
-    if opened:
-        rest = [bucket for bucket in far if found[bucket] < experts]
-        labels = [next((k for k, own in enumerate(opened) if b in own), -1) for b in range(len(distances))]
-        new = expert_distances([block[rest] for block in blocks], expert_means(blocks, labels, len(opened)))
-        for row, bucket in enumerate(rest):
-            if new[row].min() < distances[bucket].min():
-                found[bucket] = experts + int(new[row].argmin())
-    return [int(m) for m in found]
+    def merge(self, engine: Engine, state: ServerState, change: Change) -> ServerState:
+        """Two experts of which one opened in mid-run, and whose buckets lie as near to each other as those of one
+        expert usually do, become one: the mean of both opens, both close."""
+        pair = alike(kept_means(state), state.report["own_distances"], state.report["born"])
+        if pair is None:
+            return state
+        signed, last = state.report["signed_buckets"], state.layout.experts
+        fed = examples_of(engine.members, last)
+        weights = torch.tensor([float(fed[m] or signed[m]) for m in pair])
+        weights /= weights.sum()
+        for member in engine.members:
+            member.assignment = [last if m in pair else m for m in member.assignment]
+        experts = state.layout.unstack(state.theta)
+        mean = sum(w * experts[m] for w, m in zip(weights.to(state.theta), pair, strict=True))
+        assert isinstance(mean, torch.Tensor) and state.signatures is not None
+        counts = torch.tensor([float(signed[m]) for m in pair]).to(state.signatures)
+        one = (counts @ state.signatures[list(pair)] / counts.sum())[None]
+        report = {
+            **state.report,
+            "signed_buckets": [*signed, sum(signed[m] for m in pair)],
+            "born": [*state.report["born"], change.t + 1],
+        }
+        state = replace(state, signatures=torch.cat([state.signatures, one]), report=report)
+        change.merged = list(pair)
+        engine.console.say(f"before round {change.t + 1}: experts {pair[0]} and {pair[1]} are alike and become one")
+        return self.close(engine, self.widen(engine, state, change, [mean]), pair)
+
+    def retire(self, engine: Engine, state: ServerState, change: Change) -> ServerState:
+        """Experts that nobody has fed for ``living.retire`` rounds close."""
+        fed = examples_of(engine.present(), state.layout.experts)
+        before = [*state.report.get("idle", []), *[0] * state.layout.experts]
+        idle = [0 if examples else rounds + 1 for examples, rounds in zip(fed, before, strict=False)]
+        state = replace(state, report={**state.report, "idle": idle})
+        gone = [m for m, rounds in enumerate(idle) if rounds > self.config.living.retire]
+        if not gone or len(gone) == len(fed):
+            return state
+        change.retired = gone
+        for m in gone:
+            engine.console.say(f"before round {change.t + 1}: nobody feeds expert {m} any more; it is retired")
+        return self.close(engine, state, gone)
+
+    def close(self, engine: Engine, state: ServerState, gone: Sequence[int]) -> ServerState:
+        """The state without these experts; the others move up."""
+        layout, router = state.layout, state.router
+        assert router is not None and state.phi is not None and state.signatures is not None
+        kept = [m for m in range(layout.experts) if m not in gone]
+        place = {m: i for i, m in enumerate(kept)}
+        for member in engine.members:
+            member.assignment = [place.get(m, -1) for m in member.assignment]
+        narrow, experts = engine.layout(layout.rank, len(kept), layout.shared), layout.unstack(state.theta)
+        theta = narrow.stack([experts[m] for m in kept], shared_of(state))
+        router, phi = router.narrowed(state.phi[0], kept)
+        lists = {name: state.report.get(name, []) for name in ("signed_buckets", "born", "idle")}
+        report = state.report | {name: [had[m] for m in kept if m < len(had)] for name, had in lists.items()}
+        return replace(
+            state, layout=narrow, theta=theta, router=router, phi=phi[None], signatures=state.signatures[kept],
+            report=report,
+        )  # fmt: skip
 
 
-def kept_means(state: ServerState) -> np.ndarray:
-    """[M, D]: the mean signature of every expert's buckets."""
-    assert state.signatures is not None
-    return state.signatures.cpu().numpy()
-
-
-def remember(state: ServerState, blocks: Sequence[np.ndarray], experts: Sequence[int], more: int) -> ServerState:
-    """The state, with these buckets among those that the experts' mean signatures are of."""
-    assert state.signatures is not None
-    total = state.layout.experts + more
-    counts = [*state.report["signed_buckets"], *[0] * more]
-    new = [sum(m == owner for owner in experts) for m in range(total)]
-    means = np.concatenate([kept_means(state), np.zeros((more, state.signatures.shape[1]), dtype=np.float32)])
-    weights = np.array([[n / max(1, n + k)] for n, k in zip(counts, new, strict=True)], dtype=np.float32)
-    joined = weights * means + (1 - weights) * expert_means(blocks, experts, total)
-    means = np.where(np.array(new)[:, None] > 0, joined, means)  # nobody came: to the bit as it was
-    report: dict[str, Any] = {**state.report, "signed_buckets": [n + k for n, k in zip(counts, new, strict=True)]}
-    return replace(state, signatures=torch.from_numpy(means).to(state.signatures), report=report)
-
-
-def lines(change: Change) -> Iterator[str]:
-    """What was decided, in words."""
-    for bucket in change.placed:
-        where = (
-            f"expert {bucket.expert}" if bucket.expert >= 0 else "kept apart; resume with living.notice=open or off"
-        )
-        new = " opens" if bucket.expert in change.opened else ""
-        yield (
-            f"before round {change.t + 1}: {bucket.rows} rows of {bucket.client} lie {bucket.distance:.2f} from "
-            f"expert {bucket.nearest} (limit {change.limit:.2f}; loss {bucket.loss:.2f}, its others "
-            f"{bucket.usual:.2f}; router's doubt {bucket.doubt:.2f}) → {where}{new}"
-        )
+def shared_of(state: ServerState) -> torch.Tensor:
+    """The columns that all experts share."""
+    return state.theta[(state.layout.expert_of_column == state.layout.experts).to(state.theta.device)]

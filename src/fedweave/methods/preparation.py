@@ -73,7 +73,7 @@ class Aligned(Method):
         config, shared = self.config, self.shared_rank
         heard, started, warmed = Receipts(), Receipts(), Receipts()
         found = discover_units(engine, self.discover, heard)  # lines 1-4
-        blocks = signature_blocks(engine, self.discover, found)
+        blocks = signature_blocks(engine, self.discover, [told.signatures for told in found])
         distance = signature_distance(blocks)
         settings, sizes = config.alignment, np.array([size for told in found for size in told.sizes])
         options = {"method": settings.linkage, "least": settings.least_silhouette, "min_share": settings.min_share}
@@ -111,6 +111,7 @@ class Aligned(Method):
             asked, owners = config.federation.join_distance, report["prototype_labels"]
             report["join_distance"] = joining_limit(distance, owners) if asked == "auto" else asked
             report["own_distances"] = own_distances(distance, owners)
+            report["born"] = [0] * layout.experts
             report["signed_buckets"] = [owners.count(m) for m in range(layout.experts)]
             means = torch.from_numpy(expert_means(blocks, owners, layout.experts))  # [M, D]
         return ServerState(layout, router, theta.to(engine.device), phi[None], signatures=means, report=report)
@@ -136,7 +137,7 @@ class Aligned(Method):
         limit, lines = state.report["join_distance"], []
         for _, told in engine.ask(self.discover, [newcomer], Message()):
             newcomer.learn(told.sizes, told.note)
-            blocks = signature_blocks(engine, self.discover, [told])
+            blocks = signature_blocks(engine, self.discover, [told.signatures])
             distances = expert_distances(blocks, state.signatures.cpu().numpy())  # [buckets, M]
             newcomer.assignment = []
             for c, row in enumerate(distances):
@@ -160,10 +161,10 @@ def discover_units(engine: Engine, step: Discover, receipts: Receipts) -> list[P
     return [found[member.index] for member in engine.members]
 
 
-def signature_blocks(engine: Engine, step: Discover, found: Sequence[Prototypes]) -> list[np.ndarray]:
-    """Per LoRA-B block one matrix over all prototypes, [prototypes, width]."""
+def signature_blocks(engine: Engine, step: Discover, signatures: Sequence[torch.Tensor]) -> list[np.ndarray]:
+    """Per LoRA-B block one matrix over all prototypes, [prototypes, width]; signatures [buckets, D] by client."""
     signer = step.signer(engine.layout(step.config.experts.rank, 1))
-    return signer.blocks([signature for told in found for signature in told.signatures])
+    return signer.blocks([signature for told in signatures for signature in told])
 
 
 def assign(

@@ -37,10 +37,10 @@ class WarmRouter(Step[tuple[torch.Tensor, int]]):
     name = "warm"
 
     def __init__(self, config: Config):
-        self.config = config
+        self.config, self.settings = config, config.router.warm_start
 
     def answer(self, compute: Compute, clients: Sequence[Client], question: Message) -> Iterator[Answer]:
-        facts, settings = question.facts, self.config.router.warm_start
+        facts, settings = question.facts, self.settings
         router, phi = read_router(facts), question.tensors["phi"].to(compute.device)
         assert router is not None
         taught = lessons(clients, self.config.seed, facts["t"])
@@ -57,7 +57,7 @@ class WarmRouter(Step[tuple[torch.Tensor, int]]):
         return {ROUTER: Part((router.size,), limit=ROUTER)}
 
     def reach(self, asked: Asked, limit: str, size: int) -> tuple[float, str]:
-        settings = self.config.router.warm_start
+        settings = self.settings
         return adam_reach(settings.steps, settings.lr, size), "the farthest that the warm start's steps can lead"
 
     def read(self, asked: Asked, parts: dict[str, torch.Tensor], figures: Facts) -> tuple[torch.Tensor, int]:

@@ -65,12 +65,10 @@ class RouterLayout:
         return narrow, torch.cat([part.flatten() for part in parts.values()])
 
     def grown(self, phi: torch.Tensor, more: int) -> tuple[RouterLayout, torch.Tensor]:
-        """The same router with so many more outputs, which prefer nothing yet; the others stay. phi [Q]."""
-        wide = replace(self, experts=self.experts + more)
-        parts = {
-            name: torch.cat([view, view.new_zeros(more, *view.shape[1:])]) if name.startswith("linear2") else view
-            for name, view in self.views(phi).items()
-        }
+        """The same router with so many more outputs, which prefer nothing yet; the old ones stay. phi [Q]."""
+        wide, parts = replace(self, experts=self.experts + more), dict(self.views(phi))
+        for name in ("linear2.weight", "linear2.bias"):
+            parts[name] = torch.cat([parts[name], parts[name].new_zeros(more, *parts[name].shape[1:])])
         return wide, torch.cat([part.flatten() for part in parts.values()])
 
     def outputs(self, first: int) -> torch.Tensor:

@@ -12,7 +12,7 @@ import torch
 
 from fedweave.evaluation.audit import alignment_audit, per_task
 from fedweave.events import ChangeFigures, RoundFigures, ValidationFigures
-from fedweave.federation.client import Member
+from fedweave.federation.client import Member, examples_of
 from fedweave.federation.news import Change
 from fedweave.federation.rounds import RoundReport
 from fedweave.federation.state import ServerState
@@ -43,18 +43,17 @@ def round_record(report: RoundReport) -> RoundFigures:
 
 def change_record(change: Change, state: ServerState, members: Sequence[Member]) -> ChangeFigures:
     """What changed before a round, and how many examples every expert has from then on."""
-    fed = [0] * state.layout.experts
-    for member in members:
-        for size, m in zip(member.sizes, member.assignment, strict=True):
-            fed[m] += size if m >= 0 else 0
     return {
         "came": change.came,
         "went": change.went,
         "placed": [asdict(bucket) for bucket in change.placed],  # type: ignore[misc]
         "opened": change.opened,
+        "merged": change.merged,
+        "retired": change.retired,
+        "born": state.report.get("born", [0] * state.layout.experts),
         "limit": change.limit,
         "experts": state.layout.experts,
-        "fed": fed,
+        "fed": examples_of(members, state.layout.experts),
         "bytes_up": change.up,
         "bytes_down": change.down,
     }
