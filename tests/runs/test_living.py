@@ -4,7 +4,9 @@ import pytest
 
 import fedweave
 from fedweave.cli import main
+from fedweave.report.timeline import lives
 from fedweave.runs.folder import RunFolder
+from fedweave.runs.reading import read_run
 from tests.helpers import events, read_json
 from tests.runs.test_faults import state_of
 
@@ -82,9 +84,28 @@ def test_everything_copes_with_experts_that_opened(tiny_run, tmp_path, says):
     model = fedweave.load(bundle)
     assert model.experts.layout.experts == experts
     assert model.generate(["Ada has 3 pens and finds 4 more. How many pens in all?"])
-    says("report", run, "--output", tmp_path / "report.html")
+    page = tmp_path / "report.html"
+    says("report", run, "--output", page)
+    opened = f"expert {changes[0]['opened'][0]} opened for"
+    assert "The life of the experts" in page.read_text() and opened in page.read_text()
     says("budget", run)
-    says("watch", run, "--once")
+    assert opened in says("watch", run, "--once")
+
+
+def test_the_timeline_knows_every_expert_whatever_its_number(tiny_run):
+    """Numbers move up when experts close; a life keeps the one that it opened with."""
+    run = read_run(tiny_run(*OPENING))
+    first = run.changes[0]
+    m, fed = first["experts"], first["fed"]
+    later = {**first, "came": {}, "opened": [], "placed": [], "round": 4, "experts": m - 1}
+    closing = {**later, "retired": [0], "fed": fed[1:]}
+    joining = {**later, "merged": [0, m - 2], "retired": [], "experts": m - 2, "fed": [*fed[2:-1], 7], "round": 5}
+    run.changes = [first, closing, joining]
+    found = {life.name: life for life in lives(run)}
+    assert found["expert 0"].end == "retired" and found["expert 0"].closed == 4
+    assert {found["expert 1"].end, found[f"expert {m - 1}"].end} == {"merged"}
+    assert len(found) == m + 1 - ("expert %d" % (m - 1) not in found) or len(found) == m
+    assert [life.stretches[-1] for life in lives(run) if life.closed is None][-1] == (5, 7)
 
 
 def test_the_operator_is_asked_and_answers_by_resuming(tmp_path, small, capsys):
