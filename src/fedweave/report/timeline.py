@@ -14,26 +14,30 @@ from fedweave.runs.reading import RunRecord
 class Life:
     """One expert from its opening to its end."""
 
-    name: str  # by the number that it had when it opened
+    number: int  # that it had when it opened; numbers move up when others close
     opened: int  # the first round with it
     stretches: list[tuple[int, int]] = field(default_factory=list)  # (from this round on, examples that feed it)
     closed: int | None = None  # the first round without it
     end: str = ""
 
+    @property
+    def name(self) -> str:
+        return f"expert {self.number}" + (f", round {self.opened}" if self.opened > 1 else "")
+
 
 def lives(run: RunRecord) -> list[Life]:
     """All experts that there ever were."""
     feeding = [sum(column) for column in zip(*run.feeding.values(), strict=True)] or [0] * run.aligned
-    now = [Life(f"expert {m}", 1, [(1, fed)]) for m, fed in enumerate(feeding)]
+    now = [Life(m, 1, [(1, fed)]) for m, fed in enumerate(feeding)]
     everyone = list(now)
     for event in run.changes:
         start = event["round"]
-        born = [Life(f"expert {m}", start) for m in event["opened"]]
+        born = [Life(m, start) for m in event["opened"]]
         now += born
         everyone += born
         gone: list[tuple[int, str]] = [(m, "merged") for m in event["merged"]]
         if gone:
-            one = Life(f"expert {len(now)}", start)
+            one = Life(len(now) - len(gone), start)
             now.append(one)
             everyone.append(one)
         now = _without(now, gone, start)
@@ -60,9 +64,8 @@ def happened(event: ChangeEvent) -> list[str]:
         own = [bucket for bucket in event["placed"] if bucket["expert"] == m]
         rows, near = sum(bucket["rows"] for bucket in own), min(bucket["distance"] for bucket in own)
         clients = _names({bucket["client"]: 0 for bucket in own})
-        said.append(
-            f"expert {m} opened for {rows} rows of {clients}: {near:.2f} from any other, limit {event['limit']:.2f}"
-        )
+        far = f"{near:.2f} from any other, limit {event['limit']:.2f}"
+        said.append(f"expert {m} opened for {rows} rows of {clients}: {far}")
     if apart := [bucket for bucket in event["placed"] if bucket["expert"] < 0]:
         rows = sum(bucket["rows"] for bucket in apart)
         said.append(f"{rows} rows that fit no expert are kept apart until living.notice is open or off")
