@@ -4,6 +4,7 @@ import pytest
 
 import fedweave
 from fedweave.cli import main
+from fedweave.config import load_config
 from fedweave.report.timeline import lives
 from fedweave.runs.folder import RunFolder
 from fedweave.runs.reading import read_run
@@ -119,6 +120,11 @@ def test_the_operator_is_asked_and_answers_by_resuming(tmp_path, small, capsys):
     assert not before["opened"] and any(bucket["expert"] < 0 for bucket in before["placed"])
     assert main(["resume", str(run), "living.notice=open", "training.rounds=4", "--quiet"]) == 0
     assert events(run, "change")[1]["opened"]
+
+
+def test_off_is_a_word():
+    assert load_config("quickstart", ["living.notice=off"]).living.notice == "off"
+    assert load_config("quickstart", ["living.notice=open"]).living.notice == "open"
 
 
 def test_another_method_says_that_it_cannot(small, complains, tmp_path):

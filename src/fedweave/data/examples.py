@@ -50,6 +50,10 @@ class Course:
     rows: list[Example]  # all that it ever has; those of the beginning first, then as they come
     here: dict[int, list[int]] = field(default_factory=dict)  # round of a change -> places of the rows from it on
 
+    def last(self, t: int) -> int:
+        """The round before which the last change up to round t (counted from 0) happened; 0: none so far."""
+        return max(number for number in self.here if number <= t + 1)
+
 
 @dataclass
 class FederatedData:

@@ -188,6 +188,11 @@ class Client:
         self.waiting = np.sort(np.concatenate([_still_there(moved, self.waiting), new]))
         return len(new), int((moved < 0).sum())
 
+    def dissolve(self, first: int) -> None:
+        """The rows of buckets ``first``, ``first`` + 1, … wait again."""
+        self.waiting = np.sort(np.concatenate([self.waiting, *self.buckets[first:]]))
+        self.buckets = self.buckets[:first]
+
     def join_buckets(self) -> None:
         """Buckets of one expert become one, so that years of new rows do not become a thousand buckets."""
         experts = list(dict.fromkeys(self.assignment))

@@ -35,6 +35,6 @@ def check_model(floors: Floors, fingerprint: str) -> None:
 
 def check_reply(floors: Floors, message: Message) -> None:
     """Refuse to send what a bucket of too few examples has given."""
-    sizes = message.facts.get("sizes", [])
+    sizes = [size for size in message.facts.get("sizes", []) if size]
     if sizes and min(sizes) < floors.bucket:
         raise Declined(f"a bucket is smaller than this site's floors.bucket={floors.bucket}")
