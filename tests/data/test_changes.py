@@ -6,6 +6,7 @@ import pytest
 
 from fedweave.config import from_tree
 from fedweave.data import load_data
+from fedweave.data.changes import new_kinds
 from fedweave.errors import UserError
 
 SIZES = {"clients": 4, "train": 20, "validation": 2, "test": 2, "alpha": 1.0}
@@ -81,3 +82,8 @@ def test_a_mistake_is_one_sentence(change, reason):
 def test_own_rows_have_no_schedule(tmp_path):
     with pytest.raises(UserError, match="needs data"):
         from_tree({"data": {"source": "jsonl", "path": str(tmp_path), "changes": ["3: all lose sum"]}})
+
+
+def test_new_kinds_are_those_that_nobody_has_in_the_beginning():
+    texts = ["4: all gain sum", "3: client_0 gains sum", "5: all gain 40% of edit", "2: all lose mood"]
+    assert new_kinds(texts) == {"sum": 3}

@@ -59,6 +59,13 @@ def _read(text: str, clients: Sequence[str], kinds: Sequence[str]) -> Change:
     return Change(text, int(number), named, verb == "gain", kind, share)
 
 
+def new_kinds(texts: Sequence[str]) -> dict[str, int]:
+    """Kinds that nobody has in the beginning, and the round before which they come."""
+    found = [match.groups() for text in texts if (match := _CHANGE.fullmatch(text))]
+    gained = sorted((int(number), kind) for number, _, verb, share, kind in found if verb == "gain" and not share)
+    return {kind: number for number, kind in reversed(gained)}
+
+
 def hold_back(
     changes: Sequence[Change], rows: Sequence[Example], seed: int
 ) -> tuple[list[Example], dict[Change, list[Example]]]:
