@@ -278,6 +278,14 @@ class RouterShape(TypedDict):
     axes: NotRequired[int]
 
 
+class KeptFacts(TypedDict):
+    """A KeptSignatures without its tensor."""
+
+    own: list[float]
+    buckets: list[int]
+    made: dict[str, float]
+
+
 class Description(TypedDict):
     """fedweave.json of a bundle: what loading needs and the tensors do not say."""
 
@@ -296,4 +304,5 @@ class Description(TypedDict):
     router: RouterShape | None
     shares: list[float]  # how much each router counts
     feature: str
+    kept: NotRequired[KeptFacts]  # beside signatures.safetensors, where the run has kept signatures
     files: dict[str, str]  # name -> SHA-256; empty until all files are there

@@ -4,6 +4,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from fedweave.alignment.kept import KeptSignatures
 from fedweave.backbone.catalog import public_name
 from fedweave.backbone.prompts import PromptFormat
 from fedweave.config import Config
@@ -26,6 +27,7 @@ class Origin:
     summary: Summary | None  # None until the run has ended
     validation: ValidationEvent | None  # of that round, where one was measured
     base: str  # what others call the backbone
+    kept: KeptSignatures | None = None  # where the run has any
 
 
 def base_model(description: Description) -> str:

@@ -18,6 +18,7 @@ from fedweave.errors import UserError
 from fedweave.federation.client import Client, Member
 from fedweave.federation.compute import Compute
 from fedweave.federation.engines.base import Engine
+from fedweave.federation.engines.in_process import InProcessEngine
 from fedweave.federation.method import Payload, Sizes, Units
 from fedweave.federation.news import Change
 from fedweave.federation.state import Broadcast, ServerState
@@ -25,7 +26,7 @@ from fedweave.federation.steps import Step
 from fedweave.federation.train import Update
 from fedweave.methods.familiar import Familiarity
 from fedweave.methods.living import Living
-from fedweave.methods.preparation import Aligned, mixture_payload
+from fedweave.methods.preparation import Aligned, assign, mixture_payload
 from fedweave.methods.relabel import Relabel, picked
 from fedweave.methods.warm_start import WarmRouter
 from fedweave.router.routed import RoutedExperts
@@ -55,6 +56,18 @@ class FedWeave(Aligned):
     @property
     def lives(self) -> bool:
         return self.config.living.notice != "off"
+
+    def continued(self, engine: Engine, start: RoutedExperts) -> ServerState:
+        """As ever; where kinds are noticed, each bucket goes to the expert with the nearest signature instead, and
+        one that is far from all opens its own."""
+        if not self.lives or not isinstance(engine, InProcessEngine) or not isinstance(start, ServerState):
+            return super().continued(engine, start)
+        found = self.form_buckets(engine.compute, engine.members)
+        report = assign(engine.members, found, start.layout.experts, [-1 for one in found for _ in one.members])
+        state = self.living.place(engine, replace(start, report=report | start.report), Change(0))
+        labels = [m for member in engine.members for m in member.assignment]
+        state.report.update(experts=state.layout.experts, prototype_labels=labels)
+        return state
 
     def group(self, compute: Compute, client: Client) -> None:
         """New rows form buckets of their own, without an expert, once there are enough of them."""

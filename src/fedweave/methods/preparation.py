@@ -69,7 +69,7 @@ class Aligned(Method):
     def prepare(self, engine: Engine, start: RoutedExperts | None = None) -> ServerState:
         """Buckets, signatures, alignment, initial experts and router."""
         if start is not None:
-            return self._continued(engine, start)
+            return self.continued(engine, start)
         config, shared = self.config, self.shared_rank
         heard, started, warmed = Receipts(), Receipts(), Receipts()
         found = discover_units(engine, self.discover, heard)  # lines 1-4
@@ -116,13 +116,11 @@ class Aligned(Method):
             means = torch.from_numpy(expert_means(blocks, owners, layout.experts))  # [M, D]
         return ServerState(layout, router, theta.to(engine.device), phi[None], signatures=means, report=report)
 
-    def _continued(self, engine: Engine, start: RoutedExperts) -> ServerState:
+    def continued(self, engine: Engine, start: RoutedExperts) -> ServerState:
         """``init=BUNDLE``: buckets are found as ever; each goes to the expert that the given router prefers for its
         prompts, because that is the expert it would get at inference. No warmup, no signatures, and M stays."""
         if not isinstance(engine, InProcessEngine):
             raise UserError("init starts federations of this process only; leave it empty for real sites.")
-        if self.config.living.notice != "off":
-            raise UserError("a bundle has no signatures to tell new kinds from; set living.notice=off with init.")
         found = self.form_buckets(engine.compute, engine.members)
         labels: list[int] = []
         for client in engine.members:
