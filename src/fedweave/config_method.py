@@ -34,6 +34,13 @@ class ExpertsConfig:
     min_share: float = setting(
         0.02, "labels=router: an expert with a smaller share of all examples is dropped.", low=0.0, high=0.5
     )
+    temperature: float = setting(
+        0.0,
+        "labels=router, router.training=chosen: in every round an example's expert is drawn from the router's "
+        "weights at this temperature, among those that its client serves; 0: always the one it picks.",
+        low=0.0,
+        high=100.0,
+    )
     rest: float = setting(
         0.0,
         "router.training=chosen: share of a client's examples that pass the shared part alone in a round, so that "

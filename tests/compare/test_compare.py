@@ -5,13 +5,14 @@ import csv
 import pytest
 
 from fedweave.cli import main
-from fedweave.compare import _write
+from fedweave.compare import _write, compare
 from fedweave.compare.grid import Cell, Comparison, Outcome, Runner, cells, comparison_names, load_comparison
 from fedweave.compare.tables import Results, choose_best, holm, latex, markdown
 from fedweave.config import Config, load_config
 from fedweave.console import Console
 from fedweave.errors import UserError
 from fedweave.report.groups import find_runs
+from fedweave.runs.lock import locked
 from fedweave.settings import flatten, to_tree
 from tests.helpers import read_json
 
@@ -224,6 +225,23 @@ def test_a_grid_runs_survives_a_broken_cell_and_is_not_run_twice(tmp_path, quick
     rows = list(csv.reader((output / "results.csv").open()))
     assert rows[0] == ["method", "quantity", "mean", "standard deviation", "seeds"] and rows[1][-1] == "2"
     assert r"\toprule" in (output / "table.tex").read_text()
+
+
+def test_processes_share_a_grid_and_what_one_gives_up_another_takes(tmp_path, quick, capsys):
+    asked = ["quickstart"], [*quick, "method=fedit,local-only"], [tmp_path]
+    with locked(_claim(tmp_path, "method-fedit")):
+        first = compare(*asked, None, Console())
+    said = capsys.readouterr()
+    assert "another process has it" in said.err + said.out and "other processes have 1 cells" in said.err + said.out
+    assert "local-only" in first and "fedit" not in first
+    second = compare(*asked, None, Console(quiet=True))
+    assert "local-only" in second and "fedit" in second
+
+
+def _claim(output, name):
+    folder = output / "claims" / name
+    folder.mkdir(parents=True)
+    return folder
 
 
 def test_several_comparisons_share_cells_and_stop_in_time(tmp_path, quick, capsys):

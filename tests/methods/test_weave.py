@@ -12,7 +12,9 @@ from fedweave.errors import UserError
 from fedweave.federation.rounds import federate
 from fedweave.methods import build_method
 from fedweave.settings import to_tree
+from fedweave.training.narrow import Narrow
 from tests.federations import make_engine, run, with_method
+from tests.helpers import make_trainer
 
 WEAVE = ("experts.shared_rank", "experts.start", "experts.labels", "router.training", "training.batches")
 
@@ -229,6 +231,48 @@ def test_some_examples_rest_from_their_expert_others_each_round(woven, backbone)
     assert 0 < first.sum() < len(first) and not torch.equal(first, second)
     full = build_method(woven).lane(engine.members[0], state, 0).gates
     assert torch.equal(method.lane(engine.members[0], state, 0).gates[first], full[first])
+
+
+def test_an_examples_expert_is_drawn_from_the_routers_weights_among_those_its_client_serves(woven, backbone):
+    engine, method, state = prepared(weave(woven, experts__temperature=2.0, router__gate="sure"), backbone)
+    engine.detach()
+    client = max(engine.members, key=len)
+    plain = build_method(weave(woven, router__gate="sure")).lane(client, state, 0).gates
+    rounds = [method.lane(client, state, t).gates for t in range(400)]
+    assert torch.equal(rounds[0], method.lane(client, state, 0).gates), "a repeated round draws the same"
+    for gates in rounds:
+        assert torch.equal(gates.sum(1), plain.sum(1)) and (gates > 0).sum(1).eq(1).all()
+    served = method.counts(client, state) > 0
+    odds = state.weights(client.data.features).sqrt() * served
+    often = torch.stack([gates > 0 for gates in rounds]).float().mean(0)
+    assert served.sum() > 1 and (odds.min(1).values > 0).any() | ~served.all()
+    assert (often - odds / odds.sum(1, keepdim=True)).abs().max() < 0.15  # six standard deviations
+
+
+def test_a_lane_holds_the_experts_that_its_examples_use_and_learns_the_same(woven, backbone, smooth_optimiser):
+    engine, method, state = prepared(woven, backbone)
+    wide = replace(state, layout=state.layout.narrow(5))
+    wide.theta = wide.layout.initial(3)
+    lanes = [method.lane(client, state, 0) for client in engine.members[:3]]
+    used = [(1, 4), (4,), (0, 2)]
+    for lane, experts in zip(lanes, used, strict=True):
+        lane.theta, lane.gates = wide.theta, torch.zeros(len(lane.data), 5)
+        lane.gates[
+            torch.arange(len(lane.data)), torch.tensor(experts)[torch.arange(len(lane.data)) % len(experts)]
+        ] = 1
+    held = Narrow(wide.layout, lanes)
+    assert held.layout.experts == 2 and [len(lane.theta) for lane in held.lanes] == [held.layout.size] * 3
+    results = list(engine.compute.train(wide.layout, None, lanes, "narrow"))
+    engine.detach()
+    trainer, mixture = make_trainer(backbone, wide.layout, None, woven.experts.dropout, lr=woven.training.lr)
+    trainer.mixture.scale = woven.experts.alpha / woven.experts.rank
+    owner = wide.layout.expert_of_column
+    for result, whole, experts in zip(results, trainer.train(lanes, 3), used, strict=True):
+        assert (result.delta_theta - whole.delta_theta).abs().max() <= 1e-5
+        for m in range(5):
+            assert result.delta_theta[owner == m].any() == (m in experts)
+        assert result.delta_theta[owner == 5].any()
+    mixture.detach()
 
 
 def test_a_prompt_like_none_before_gets_the_shared_part_alone(woven, backbone):

@@ -108,7 +108,7 @@ class RobustExperts:
     """As :class:`ExpertAverage`: every expert by those who serve it, the shared part by all."""
 
     def __init__(self, layout: AdapterLayout, device: torch.device, config: Config):
-        owner = layout.expert_of_column.to(device)
+        owner = layout.owner(device)
         self.move = torch.zeros(layout.size, device=device)
         self.columns = [(owner == m).nonzero()[:, 0] for m in range(layout.experts + 1)]
         self.parts = [RobustClients(len(columns), device, config) for columns in self.columns]

@@ -13,7 +13,7 @@ class ExpertAverage:
     averaged over |D_i|."""
 
     def __init__(self, layout: AdapterLayout, device: torch.device):
-        self.owner = layout.expert_of_column.to(device)  # [P]
+        self.owner = layout.owner(device)  # [P]
         self.sum = torch.zeros(layout.size, device=device)
         self.weight = torch.zeros(layout.experts + 1, device=device)  # of every expert, and of the shared part
 

@@ -45,9 +45,11 @@ def compare(
         texts = [_write(comparisons[name], outcomes[name], folders[name], console) for name in names]
         if record is not None:
             write_record(record, {folders[name].name: outcomes[name].finished for name in names})
+    if taken := sum(len(outcome.taken) for outcome in outcomes.values()):
+        console.warn(f"other processes have {taken} cells; the tables are whole when the last one has ended.")
     if left:
         console.warn(f"{minutes:g} minutes are up with {left} cells to go; the same command goes on with them.")
-    if not any(texts) and (processes is None or processes.rank == 0):
+    if not any(texts) and not taken and (processes is None or processes.rank == 0):
         raise UserError("no cell of the comparison finished.")
     return "\n".join(
         f"## {name}\n\n{text}" if len(names) > 1 else text for name, text in zip(names, texts, strict=False)

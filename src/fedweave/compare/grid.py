@@ -11,6 +11,7 @@ import json
 import time
 import traceback
 from collections.abc import Iterator, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -18,8 +19,10 @@ from typing import Any
 from fedweave.config import RECIPES, Config, load_config, recipe_names
 from fedweave.console import Console
 from fedweave.errors import UserError, nearest
+from fedweave.federation.engines.distributed import world
 from fedweave.files import read_text
 from fedweave.json_files import read_json
+from fedweave.runs.lock import Busy, locked
 from fedweave.runs.run import resume, start
 from fedweave.runs.workspace import Kept
 from fedweave.schema import ConfigTree, Summary
@@ -177,12 +180,14 @@ class Outcome:
     folders: list[Path] = field(default_factory=list)  # of the finished; may be another grid's
     failures: list[str] = field(default_factory=list)  # a sentence each
     left: list[Cell] = field(default_factory=list)  # not begun, because time was up
+    taken: list[Cell] = field(default_factory=list)  # by other processes, which have not finished them
 
 
 class Runner:
     """Runs the cells of several grids. All share one loaded backbone and one prepared data set, and a cell that
     stands in several grids runs once. Every grid gets its first seed before any gets its second, so that there is
-    something of each whenever it stops. After ``minutes`` no cell begins, nor one that would not end in time."""
+    something of each whenever it stops. After ``minutes`` no cell begins, nor one that would not end in time.
+    Several processes may have the same grids: each takes cells that no other has."""
 
     def __init__(self, grids: dict[str, list[Cell]], console: Console, minutes: float | None = None):
         self.grids, self.console, self.minutes = grids, console, minutes
@@ -203,15 +208,29 @@ class Runner:
         turns = [(name, cell) for name, grid in grids.items() for cell in grid]
         turns.sort(key=lambda turn: seeds[turn[0]].index(turn[1].config.seed))  # all first seeds, all second …
         outcomes = {name: Outcome() for name in grids}
-        for number, (name, cell) in enumerate(turns, start=1):
-            known = self._known.get(cell.identity)
-            if known is None and self._late():
-                outcomes[name].left.append(cell)
-                continue
-            study = f"{name}: " if len(grids) > 1 else ""
-            self.console.say(f"[{number}/{len(turns)}] {study}{cell.title}{' (finished before)' if known else ''}")
-            self._add(cell, known, outcomes[name])
+        waiting, before = list(enumerate(turns, start=1)), len(turns) + 1
+        while len(waiting) < before:  # whoever has the others may give one up
+            before, taken = len(waiting), []
+            for number, (name, cell) in waiting:
+                try:
+                    self._turn(f"[{number}/{len(turns)}]", name, cell, outcomes[name])
+                except Busy:
+                    taken.append((number, (name, cell)))
+            waiting = taken
+        for _, (name, cell) in waiting:
+            outcomes[name].taken.append(cell)
         return outcomes
+
+    def _turn(self, place: str, name: str, cell: Cell, outcome: Outcome) -> None:
+        known = self._known.get(cell.identity)
+        if known is None and (found := cell.finished) is not None:  # by another process, in the meantime
+            known = self._known[cell.identity] = (cell.folder, found)
+        if known is None and self._late():
+            outcome.left.append(cell)
+            return
+        study = f"{name}: " if len(self.grids) > 1 else ""
+        self.console.say(f"{place} {study}{cell.title}{' (finished before)' if known else ''}")
+        self._add(cell, known, outcome)
 
     def _add(self, cell: Cell, known: Known | None, outcome: Outcome) -> None:
         try:
@@ -219,6 +238,9 @@ class Runner:
             if summary is not None:
                 outcome.finished.append((cell, summary))
                 outcome.folders.append(folder)
+        except Busy:
+            self.console.say("another process has it")
+            raise
         except UserError as error:
             outcome.failures.append(f"{cell.title}: {error}")
         except Exception:  # one broken cell must not cost the others
@@ -234,11 +256,15 @@ class Runner:
         return self.minutes is not None and spent + longest > 60 * self.minutes
 
     def _run(self, cell: Cell) -> Summary | None:
-        began = time.monotonic()
-        if (cell.folder / "config.yaml").is_file():
-            summary = resume(cell.folder, [], self.console, self._kept)
-        else:
-            summary = start(cell.config, cell.folder, self.console, self._kept)
+        began, claim = time.monotonic(), cell.folder.parent.parent / "claims" / cell.folder.name
+        claim.mkdir(parents=True, exist_ok=True)
+        with locked(claim) if world() is None else nullcontext():  # processes of one run share its cells' clients
+            if (found := cell.finished) is not None:  # between the look and the lock
+                summary: Summary | None = found
+            elif (cell.folder / "config.yaml").is_file():
+                summary = resume(cell.folder, [], self.console, self._kept)
+            else:
+                summary = start(cell.config, cell.folder, self.console, self._kept)
         self._spent.append(time.monotonic() - began)
         self._known[cell.identity] = (cell.folder, summary)
         return summary

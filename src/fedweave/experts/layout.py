@@ -76,6 +76,10 @@ class AdapterLayout:
         """So many of these experts, and nothing shared."""
         return replace(self, experts=experts, shared=0)
 
+    def narrow(self, experts: int) -> AdapterLayout:
+        """So many of these experts, with what they share."""
+        return _layout(self.names, self.inputs, self.outputs, self.rank, experts, self.shared)
+
     @property
     def shared_part(self) -> AdapterLayout:
         """The shared part alone: one adapter of its rank."""
@@ -103,9 +107,19 @@ class AdapterLayout:
     @cached_property
     def expert_of_column(self) -> torch.Tensor:
         """[P] the expert that each column belongs to; M: to all of them."""
-        owners = torch.arange(self.experts + 1)
+        owners = torch.arange(self.experts + 1, dtype=torch.int32)
         rows = torch.tensor([self.rank] * self.experts + [self.shared])
         return torch.cat([owners.repeat_interleave(rows * width) for _, _, _, width in self.blocks()])
+
+    @cached_property
+    def _owners(self) -> dict[torch.device, torch.Tensor]:
+        return {}
+
+    def owner(self, device: torch.device) -> torch.Tensor:
+        """:attr:`expert_of_column` on a device, sent there once."""
+        if device not in self._owners:
+            self._owners[device] = self.expert_of_column.to(device)
+        return self._owners[device]
 
     @cached_property
     def is_b(self) -> torch.Tensor:
@@ -150,7 +164,7 @@ class AdapterLayout:
 
     def unstack(self, theta: torch.Tensor) -> list[torch.Tensor]:
         """The experts of :meth:`stack`."""
-        owner = self.expert_of_column.to(theta.device)
+        owner = self.owner(theta.device)
         return [theta[owner == m] for m in range(self.experts)]
 
     def b_blocks(self, theta: torch.Tensor) -> list[torch.Tensor]:

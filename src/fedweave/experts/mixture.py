@@ -30,14 +30,14 @@ class Mixture:
         self.state: State | None = None
         self._layers = list(layers.values())
         for index, layer in enumerate(self._layers):
-            layer.experts = Slot(self, index)  # type: ignore[assignment]
-        self._handles = [layer.register_forward_hook(_hook) for layer in self._layers]
+            layer.experts = [*_slots(layer), Slot(self, index)]  # type: ignore[assignment]
+        self._handles = [layer.register_forward_hook(self._hook) for layer in self._layers]
 
     def detach(self) -> None:
         """Take the experts off; the model is exactly as it was."""
         for layer, handle in zip(self._layers, self._handles, strict=True):
             handle.remove()
-            del layer.experts
+            layer.experts = [slot for slot in _slots(layer) if slot.mixture is not self]  # type: ignore[assignment]
         self._layers, self._handles = [], []
 
     @contextmanager
@@ -59,6 +59,9 @@ class Mixture:
             yield
         finally:
             self.state = None
+
+    def _hook(self, layer: torch.nn.Linear, args: tuple[torch.Tensor], output: torch.Tensor) -> torch.Tensor:
+        return output if self.state is None else with_experts(output, args[0], [layer])
 
 
 @dataclass
@@ -97,16 +100,19 @@ class State:
 
 @dataclass
 class Slot:
-    """What an adapted layer carries: whose it is, and which of that mixture's layers."""
+    """What an adapted layer carries for every mixture: whose it is, and which of that mixture's layers."""
 
     mixture: Mixture
     index: int
 
 
+def _slots(layer: torch.nn.Linear) -> list[Slot]:
+    return getattr(layer, "experts", None) or []
+
+
 def _in_force(layer: torch.nn.Linear) -> Slot | None:
-    """The layer's experts, where they are to be added now."""
-    slot: Slot | None = getattr(layer, "experts", None)
-    return slot if slot is not None and slot.mixture.state is not None else None
+    """The layer's experts, where they are to be added now; one mixture at a time is."""
+    return next((slot for slot in _slots(layer) if slot.mixture.state is not None), None)
 
 
 def carries_experts(layers: Sequence[torch.nn.Linear]) -> bool:
@@ -138,7 +144,3 @@ def with_experts(
         return y
     setting = Setting(state.lanes or one_lane(len(rows), x.device), state.dropout, scale, rank)
     return add_experts(y, rows, state.row_gates(x.shape[:-1]), targets, factors, setting, weight)
-
-
-def _hook(layer: torch.nn.Linear, args: tuple[torch.Tensor], output: torch.Tensor) -> torch.Tensor:
-    return with_experts(output, args[0], [layer])

@@ -21,6 +21,7 @@ from fedweave.streams import stream_key
 from fedweave.training.batch import Lane
 from fedweave.training.lockstep import LaneResult, LockstepTrainer
 from fedweave.training.memory import lanes_that_fit
+from fedweave.training.narrow import narrowed
 
 _IN_MEMORY = 1 << 25  # bytes of vectors; more go to disk
 
@@ -32,7 +33,7 @@ class Compute:
         self.backbone, self.config, self.console = backbone, config, console
         self.layers = backbone.linear_layers(config.experts.target_modules)
         self.adapters: VectorBuffer | None = None  # warmup adapters of all buckets, until the server asks for them
-        self._mixture: Mixture | None = None
+        self._mixtures: dict[AdapterLayout, Mixture] = {}  # two at most: what trains and what is tested
         self._trainer: LockstepTrainer | None = None
 
     @property
@@ -40,18 +41,19 @@ class Compute:
         return self.backbone.device
 
     def mixture(self, layout: AdapterLayout) -> Mixture:
-        """Experts of this layout on the backbone, in place of any other."""
-        if self._mixture is None or self._mixture.layout != layout:
-            self.detach()
-            self._mixture = Mixture(self.layers, layout, self.config.experts.alpha)
-        return self._mixture
+        """Experts of this layout on the backbone. Two take turns; a third drives both out."""
+        if layout not in self._mixtures:
+            if len(self._mixtures) == 2:
+                self.detach()
+            self._mixtures[layout] = Mixture(self.layers, layout, self.config.experts.alpha)
+        return self._mixtures[layout]
 
     def detach(self) -> None:
         if self._trainer is not None:
             self._trainer.release()
-        if self._mixture is not None:
-            self._mixture.detach()
-            self._mixture = self._trainer = None
+        for mixture in self._mixtures.values():
+            mixture.detach()
+        self._mixtures, self._trainer = {}, None
 
     def cluster(self, clients: Sequence[Client]) -> list[Buckets]:
         progress = self.console.progress("clustering", len(clients), "clients")
@@ -80,6 +82,11 @@ class Compute:
     ) -> Iterator[LaneResult]:
         """Train lanes and hand their results out one by one, in order; with ``training`` in place of the run's, and
         at this share of its rates."""
+        narrow = narrowed(layout, lanes)
+        if narrow is not None:
+            results = self.train(narrow.layout, router, narrow.lanes, label, transient, training, pace)
+            yield from narrow.widened(results)
+            return
         trainer = self._trainer_for(layout, router, training or self.config.training)
         trainer.pace = pace
         fit = trainer.fits.get(len(lanes))

@@ -104,6 +104,13 @@ class RouterLayout:
         """The expert of every prompt, familiar or not: phi [Q], features [n, d] to [n]."""
         return self.logits(self.views(phi[None]), features[None])[0].argmax(-1)
 
+    def odds(
+        self, phi: torch.Tensor, features: torch.Tensor, among: torch.Tensor, temperature: float
+    ) -> torch.Tensor:
+        """How likely each expert ``among`` these, [M] bool, is drawn: phi [Q], features [n, d] to [n, M]."""
+        logits = self.logits(self.views(phi[None]), features[None])[0] / temperature
+        return logits.masked_fill(~among.to(logits.device), float("-inf")).softmax(-1)
+
     # ---------------------------------------------------------------------------------- familiar prompts
 
     def knowing(

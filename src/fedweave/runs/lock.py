@@ -23,6 +23,10 @@ except ImportError:  # Windows
 NAME = "lock"
 
 
+class Busy(UserError):
+    """Another process has the lock."""
+
+
 class Holder(TypedDict):
     pid: int
     host: str
@@ -101,8 +105,8 @@ def _holder(path: Path) -> Holder | None:
         return None
 
 
-def _refusal(path: Path) -> UserError:
+def _refusal(path: Path) -> Busy:
     holder = _holder(path)
     who = f"process {holder['pid']} on {holder['host']}" if holder else "another process"
     away = f", or remove {path} if it is gone" if holder and holder["host"] != socket.gethostname() else ""
-    return UserError(f"{who} is working on the run {path.parent}; wait for its end, or stop it{away}.")
+    return Busy(f"{who} is working on the run {path.parent}; wait for its end, or stop it{away}.")
