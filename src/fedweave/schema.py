@@ -77,6 +77,7 @@ class AlignmentReport(TypedDict):
     preparation_bytes: NotRequired[dict[str, Traffic]]
     join_distance: NotRequired[float]
     own_distances: NotRequired[list[float]]  # of every bucket to the others of its expert, ascending
+    halfway: NotRequired[float]  # from an expert's own buckets to the next expert's; 0 with one expert
     signed_buckets: NotRequired[list[int]]  # behind the mean signature of every expert
     born: NotRequired[list[int]]  # the round before which every expert opened; 0: at alignment
     idle: NotRequired[list[int]]  # rounds since somebody fed every expert
@@ -282,6 +283,7 @@ class KeptFacts(TypedDict):
     """A KeptSignatures without its tensor."""
 
     own: list[float]
+    halfway: float
     buckets: list[int]
     made: dict[str, float]
 

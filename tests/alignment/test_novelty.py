@@ -30,6 +30,11 @@ def test_few_buckets_promise_no_less_than_one_in_all_of_them():
     assert novelty_limit([], 0.05) == float("inf"), "nothing is new where nothing is known"
 
 
+def test_where_experts_lie_far_apart_there_is_room():
+    assert novelty_limit([0.1, 0.2, 0.3], 0.05, halfway=0.5) == 0.5
+    assert novelty_limit([0.1, 0.2, 0.7], 0.05, halfway=0.5) == 0.7, "the rate holds in any case"
+
+
 def test_a_bucket_is_compared_with_the_others_of_its_expert():
     distance = np.array([[0, 0.2, 0.9], [0.2, 0, 0.8], [0.9, 0.8, 0]])
     assert own_distances(distance, [0, 0, 1]) == [0.2, 0.2], "who has an expert alone says nothing"

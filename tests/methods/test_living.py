@@ -112,8 +112,10 @@ def test_a_bucket_has_the_same_signature_at_any_time(living, backbone):
     assert not torch.equal(state.layout.unstack(state.theta)[0], first_adapter(state.layout.with_experts(1), 42))
 
 
-def test_asked_the_operator_decides(living, backbone):
+@pytest.mark.parametrize("training", ["soft", "chosen"])
+def test_asked_the_operator_decides(living, backbone, training):
     """Rows of a new kind are kept apart, train nobody, and are told of once; with open the expert opens."""
+    living = changed(living, router={"training": training})
     asking = changed(living, living={"notice": "ask"})
     engine, method = federation(asking, backbone)
     state = method.prepare(engine)
@@ -124,9 +126,12 @@ def test_asked_the_operator_decides(living, backbone):
     assert {bucket.client for bucket in kept} == set(after.report["asked"])
     client = next(c for c in engine.members if apart(c))
     assert len(client) < len(client.data) and all(m >= 0 for m in method.labels(client, after)[client.served[0]])
-    again, quiet = method.live(engine, after, 2)
+    reports = []
+    after = federate(method, engine, after, range(2, 3), lambda state, report: reports.append(report))
+    assert len(reports[0].receipts.accepted) == 3, "and the others train"
+    again, quiet = method.live(engine, after, 3)
     assert not quiet and again.layout.experts == m, "nobody is asked twice"
-    opened, change = build_method(living).live(engine, again, 3)
+    opened, change = build_method(living).live(engine, again, 4)
     assert change.opened and not any(map(apart, engine.members)) and not opened.report["asked"]
     engine.detach()
 

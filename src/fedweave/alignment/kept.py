@@ -14,6 +14,7 @@ class KeptSignatures:
 
     means: torch.Tensor  # [M, D] of the unit signatures of every expert's buckets
     own: list[float]  # how far each aligned bucket lay from the others of its expert, ascending
+    halfway: float  # from an expert's own buckets to the next expert's
     buckets: list[int]  # behind each mean
     made: dict[str, float]  # as in how_made
 

@@ -4,7 +4,8 @@ A bucket of a known kind is one more draw from whatever the aligned buckets were
 equally likely to lie farthest out, so the chance that the new one lies farther from its expert than all but k of
 the n aligned ones lie from theirs is (k + 1) / (n + 1). The limit is the distance for which that chance is the
 rate of false alarms that was asked for. It holds for any distribution, and promises nothing about new kinds: how
-far these lie out is measured, not assumed (docs/living.md).
+far these lie out is measured, not assumed (docs/living.md). Where experts lie far apart the limit is halfway to the
+next one, if that is farther: smaller buckets have noisier signatures than the aligned ones, and there is room.
 """
 
 import math
@@ -28,12 +29,13 @@ def own_distances(distance: np.ndarray, labels: Sequence[int]) -> list[float]:
     return sorted(found)
 
 
-def novelty_limit(own: Sequence[float], alarms: float) -> float:
+def novelty_limit(own: Sequence[float], alarms: float, halfway: float = 0.0) -> float:
     """The distance beyond which a bucket of a known kind lies with chance ``alarms``, or with chance 1 / (n + 1)
-    where n aligned buckets cannot promise less. Without any, nothing is new."""
+    where n aligned buckets cannot promise less; ``halfway`` to the next expert at least. Without any bucket to
+    compare with, nothing is new."""
     if not own:
         return math.inf
-    return own[min(len(own), math.ceil((len(own) + 1) * (1 - alarms))) - 1]
+    return max(halfway, own[min(len(own), math.ceil((len(own) + 1) * (1 - alarms))) - 1])
 
 
 def alike(means: np.ndarray, own: Sequence[float], born: Sequence[int]) -> tuple[int, int] | None:

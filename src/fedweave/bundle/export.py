@@ -54,7 +54,9 @@ def write_bundle(target: Path, model: FedWeaveModel, origin: Origin, told: Exper
         _write_router(partial, model)
         if (kept := origin.kept) is not None:
             save_file({"signatures": kept.means.cpu().contiguous()}, partial / SIGNATURES)
-            description["kept"] = {"own": kept.own, "buckets": kept.buckets, "made": kept.made}
+            description["kept"] = {
+                "own": kept.own, "halfway": kept.halfway, "buckets": kept.buckets, "made": kept.made
+            }  # fmt: skip
         if told is not None:
             write_experts(partial, told)
         has_template = write_tokenizer(partial, model.backbone.prompts)

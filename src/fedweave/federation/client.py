@@ -201,10 +201,10 @@ class Client:
         self.assignment = experts
 
     def example_experts(self) -> torch.Tensor:
-        """a(i,c) of every example's bucket, [n]."""
+        """a(i,c) of every example's bucket, [n]; 0 where it has none, since nothing is drawn from there."""
         labels = torch.zeros(len(self.data), dtype=torch.long)
         for bucket, m in zip(self.buckets, self.assignment, strict=True):
-            labels[bucket] = m
+            labels[bucket] = max(m, 0)
         return labels
 
 

@@ -62,7 +62,9 @@ class Living:
         units = [(member, c) for member, _ in signed for c in apart(member)]
         blocks = signature_blocks(engine, self.discover, [told.signatures for _, told in signed])
         distances = expert_distances(blocks, kept_means(state))  # [n, M]
-        change.limit = novelty_limit(state.report["own_distances"], self.config.living.alarms)
+        change.limit = novelty_limit(
+            state.report["own_distances"], self.config.living.alarms, state.report["halfway"]
+        )
         experts = decide(blocks, distances, change.limit, [m.sizes[c] for m, c in units], self.config)
         if asking:
             experts = [-1 if near > change.limit else m for m, near in zip(experts, distances.min(1), strict=True)]

@@ -53,7 +53,7 @@ class Sign(Step[Signed]):
         signatures = iter(list(self.discover.warm_up(compute, units)))
         for client in clients:
             own = [client.buckets[c] for c in apart(client)]
-            gates = F.one_hot(client.example_experts().clamp(min=0), state.layout.experts).float()
+            gates = F.one_hot(client.example_experts(), state.layout.experts).float()
             usual = self._loss(compute, state, client, np.concatenate([*client.served, own[0][:0]]), gates)
             weights = state.weights(client.data.features)  # [n, M]
             picked, sure = state.gates(weights, "sparse"), weights.max(1).values.clamp(0, 1)

@@ -109,7 +109,9 @@ class Aligned(Method):
         means = None
         if engine.grows or config.living.notice != "off":
             asked, owners = config.federation.join_distance, report["prototype_labels"]
-            report["join_distance"] = joining_limit(distance, owners) if asked == "auto" else asked
+            halfway = joining_limit(distance, owners)
+            report["join_distance"] = halfway if asked == "auto" else asked
+            report["halfway"] = halfway if np.isfinite(halfway) else 0.0
             report["own_distances"] = own_distances(distance, owners)
             report["born"] = [0] * layout.experts
             report["signed_buckets"] = [owners.count(m) for m in range(layout.experts)]

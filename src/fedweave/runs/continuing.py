@@ -36,5 +36,8 @@ def initial_state(config: Config, backbone: Backbone) -> RoutedExperts | None:
     if config.living.notice == "off":
         return found
     kept = require_comparable(read_kept(folder, description), config)
-    report = {"own_distances": kept.own, "signed_buckets": kept.buckets, "born": [0] * found.layout.experts}
+    report = {
+        "own_distances": kept.own, "halfway": kept.halfway, "signed_buckets": kept.buckets,
+        "born": [0] * found.layout.experts,
+    }  # fmt: skip
     return ServerState(**vars(found), signatures=kept.means.to(found.theta), report=report)

@@ -185,8 +185,8 @@ def _the_model(
     means, report = snapshot.tensors.get("signatures"), snapshot.meta["report"]
     kept = None
     if means is not None and "own_distances" in report:
-        own, buckets = report["own_distances"], report["signed_buckets"]
-        kept = KeptSignatures(means, own, buckets, how_made(config))  # type: ignore[arg-type]
+        own, halfway, buckets = (report[name] for name in ("own_distances", "halfway", "signed_buckets"))
+        kept = KeptSignatures(means, own, halfway, buckets, how_made(config))  # type: ignore[arg-type]
     clients = len(snapshot.meta["clients"])
     return models[0], Origin(config, completed, clients, run.summary, measured, base, kept)
 

@@ -11,7 +11,7 @@ from fedweave.cli import main
 from fedweave.federation.engines.in_process import InProcessEngine
 from fedweave.runs.folder import RunFolder
 from tests.federation.flower.processes import SITES, SMALL, Deployment
-from tests.helpers import assert_trained_alike, events, read_json, read_jsonl, wait_for, write_jsonl
+from tests.helpers import assert_trained_alike, events, read_json, wait_for, write_jsonl
 
 
 @contextmanager
@@ -242,14 +242,17 @@ def test_a_site_brings_a_new_kind_in_mid_run_and_the_finished_model_has_an_exper
     """The site's file grows while the federation runs; the site is even killed and started again."""
     living = ["living.notice=open", "living.least=6", "alignment.max_experts=8", "discovery.warmup_steps=6",
               "discovery.warmup_lr=1e-2", "federation.sites=3", "federation.deadline=60"]  # fmt: skip
+    kinds = {"Add {} and {}.": "blue blue blue", "Name letter {} of {}.": "north wind", "Turn {} by {}.": "seventy"}
+    rows = [
+        [{"prompt": ask.format(i, 2 * i), "response": answer} for i in range(60)] for ask, answer in kinds.items()
+    ]
     with running(tmp_path, model_folder) as made:
         files = {site: made.data / f"{site}.jsonl" for site in SITES}
-        rows = {site: read_jsonl(path) for site, path in files.items()}
-        for site, path in files.items():
-            write_jsonl(path, [row for row in rows[site] if "finds" not in row["prompt"]])
+        for i, site in enumerate(SITES):
+            write_jsonl(files[site], [*rows[0][i::3], *rows[1][i::3]])
             made.site(site)
         process, run = begin(made, 10, *living)
-        write_jsonl(files["north"], rows["north"])
+        write_jsonl(files["north"], [*rows[0][::3], *rows[1][::3], *rows[2]])
         wait_for(lambda: any(event["opened"] for event in events(run, "change")), "an expert that opens")
         made.kill("north")
         made.site("north")
