@@ -186,7 +186,7 @@ class LivingConfig:
     notice: Literal["off", "open", "ask"] = setting(
         "off",
         "What becomes of rows whose kind no expert knows. off: they join the nearest expert; open: a new one "
-        "opens; ask: they are kept apart until the run is resumed with open or off.",
+        "opens; ask: they are kept apart until the run is resumed with open.",
     )
     alarms: float = setting(
         0.05,

@@ -122,6 +122,13 @@ def test_the_operator_is_asked_and_answers_by_resuming(tmp_path, small, capsys):
     assert events(run, "change")[1]["opened"]
 
 
+def test_a_run_that_kept_no_signatures_says_so(tiny_copy, complains):
+    run = tiny_copy()
+    assert "it began with living.notice=off" in complains(
+        "resume", run, "living.notice=open", "training.rounds=4", "--quiet"
+    )
+
+
 def test_off_is_a_word():
     assert load_config("quickstart", ["living.notice=off"]).living.notice == "off"
     assert load_config("quickstart", ["living.notice=open"]).living.notice == "open"

@@ -150,9 +150,8 @@ def remember(
 def placed_lines(change: Change) -> Iterator[str]:
     """What was decided, in words."""
     for bucket in change.placed:
-        where = (
-            f"expert {bucket.expert}" if bucket.expert >= 0 else "kept apart; resume with living.notice=open or off"
-        )
+        kept = "kept apart; resume with living.notice=open to open an expert"
+        where = f"expert {bucket.expert}" if bucket.expert >= 0 else kept
         new = " opens" if bucket.expert in change.opened else ""
         yield (
             f"before round {change.t + 1}: {bucket.rows} rows of {bucket.client} lie {bucket.distance:.2f} from "

@@ -68,7 +68,7 @@ def happened(event: ChangeEvent) -> list[str]:
         said.append(f"expert {m} opened for {rows} rows of {clients}: {far}")
     if apart := [bucket for bucket in event["placed"] if bucket["expert"] < 0]:
         rows = sum(bucket["rows"] for bucket in apart)
-        said.append(f"{rows} rows that fit no expert are kept apart until living.notice is open or off")
+        said.append(f"{rows} rows that fit no expert are kept apart until living.notice is open")
     if event["merged"]:
         said.append(f"experts {' and '.join(map(str, event['merged']))} became one")
     said += [f"expert {m} was retired: nobody fed it" for m in event["retired"]]
