@@ -6,7 +6,7 @@ Each is written under another name, forced to the disk and renamed, so that it e
 import hashlib
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
@@ -88,6 +88,18 @@ def file_sha256(path: Path) -> str:
         while chunk := source.read(1 << 22):
             digest.update(chunk)
     return digest.hexdigest()
+
+
+def files_sha256(paths: Iterable[Path]) -> list[str]:
+    """The same of many; one that has several names is read once."""
+    known: dict[tuple[int, int], str] = {}
+    found = []
+    for path in paths:
+        what = path.stat()
+        key = what.st_dev, what.st_ino
+        known[key] = known.get(key) or file_sha256(path)
+        found.append(known[key])
+    return found
 
 
 def _beside(path: Path, shared: bool) -> Path:

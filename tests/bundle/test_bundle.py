@@ -53,9 +53,9 @@ def test_a_bundle_answers_exactly_like_its_run(trained, bundle):
 
 def test_bundle_holds_what_it_promises(bundle, trained, says, complains):
     description = read_json(bundle / "fedweave.json")
+    tokenizer = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
     experts = [f"expert_{m}/{file}" for m in range(description["experts"])
-               for file in ("adapter_config.json", "adapter_model.safetensors")]  # fmt: skip
-    tokenizer = {"tokenizer.json", "tokenizer_config.json", "chat_template.jinja"}
+               for file in ("adapter_config.json", "adapter_model.safetensors", *tokenizer)]  # fmt: skip
     assert set(description["files"]) == {"router.safetensors", *experts, *tokenizer}
     assert {p.stat().st_mode & 0o777 for p in bundle.rglob("*.safetensors")} == {
         (bundle / "README.md").stat().st_mode & 0o777
@@ -139,3 +139,31 @@ def test_local_only_has_nothing_to_export(tiny_run, tmp_path):
     run = tiny_run("method=local-only", "experts.single_rank=4", "training.rounds=1")
     with pytest.raises(UserError, match="every client"):
         export_run(run, tmp_path / "bundle")
+
+
+def test_one_tokenizer_lies_under_many_names(exported):
+    places = {(exported / folder / "tokenizer.json").stat().st_ino for folder in (".", "expert_0", "expert_1")}
+    assert len(places) == 1
+
+
+def test_where_and_how_it_computes_can_be_said(bundle, trained):
+    for folder in (bundle, trained):
+        assert "float32 on cpu" in repr(load(folder, device="cpu", dtype="float32"))
+        for dtype, message in (("int8", "backbone.dtype"), ("bfloat16", "needs a CUDA device")):
+            with pytest.raises(UserError, match=message):
+                load(folder, device="cpu", dtype=dtype)
+
+
+def test_a_pipeline_needs_an_experts_folder_alone(trained, tmp_path, model_folder):
+    """The adapter, the backbone that it names, and, said by name, the tokenizer with the template of training."""
+    from transformers import pipeline
+
+    export_run(trained, tmp_path / "bundle", base=str(model_folder("llama")))
+    expert = str(tmp_path / "bundle" / "expert_1")
+    pipe = pipeline("text-generation", model=expert, tokenizer=expert, device="cpu")
+    ours = load(tmp_path / "bundle", device="cpu")
+    for prompt in PROMPTS:
+        (chat,) = pipe([[{"role": "user", "content": prompt}]], max_new_tokens=12, do_sample=False)
+        said = chat[0]["generated_text"][-1]["content"].strip()
+        expected = ours.generate([prompt], adapter="expert_1", max_new_tokens=12)[0].text
+        assert said.rstrip("\ufffd") == expected.rstrip("\ufffd")

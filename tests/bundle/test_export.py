@@ -115,10 +115,14 @@ def test_a_fixed_mixture_is_one_adapter_of_rank_m_times_r(trained, bundle, tmp_p
 @torch.no_grad()
 def probe_of(model):
     """`probe` through a PEFT wrapper, whose attention was never exchanged."""
+    return model.backbone.model(probe_ids(model)).logits[0]
+
+
+def probe_ids(model) -> torch.Tensor:
+    """[1, tokens]"""
     from fedweave.bundle.adapter import _PROBE
 
-    ids = torch.from_numpy(model.backbone.prompts.encode_prompts([_PROBE])[0].ids).long()[None]
-    return model.backbone.model(ids).logits[0]
+    return torch.from_numpy(model.backbone.prompts.encode_prompts([_PROBE])[0].ids).long()[None]
 
 
 @pytest.mark.parametrize(

@@ -5,15 +5,17 @@ import json
 
 import pytest
 import torch
+from gguf import GGUFReader
 from peft import PeftModel
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from fedweave import load
 from fedweave.bundle.adapter import probe
+from fedweave.bundle.gguf_model import reordered
 from fedweave.bundle.load import load_bundle
 from fedweave.cli import main
-from fedweave.runs.use import export_run, export_soft
+from fedweave.runs.use import export_gguf, export_mlx, export_run, export_soft
 from tests.bundle.test_export import one_hot, probe_of
 from tests.helpers import PROMPTS, SMALL
 
@@ -96,6 +98,31 @@ def test_merged_models_and_fixed_mixtures_have_the_shared_part(woven, exported, 
     base = AutoModelForCausalLM.from_pretrained(model_folder("llama"), dtype=torch.float32)
     ours.backbone.model = PeftModel.from_pretrained(base, tmp_path / "soft").eval()
     torch.testing.assert_close(probe_of(ours), expected, atol=1e-4, rtol=1e-4)
+
+
+def test_files_for_other_programs_have_the_shared_part(exported, tmp_path):
+    ours = load_bundle(exported)
+    config, scale = ours.backbone.model.config, ours.mixture.scale
+    export_gguf(exported, tmp_path / "gguf", "F32")
+    export_mlx(exported, tmp_path / "mlx")
+    assert ours.experts.adapter_names[-1] == "shared"
+    for name in ours.experts.adapter_names:
+        peft = load_file(exported / name / "adapter_model.safetensors")
+        theirs = load_file(tmp_path / "mlx" / name / "adapters.safetensors")
+        rank = json.loads((tmp_path / "mlx" / name / "adapter_config.json").read_text())["lora_parameters"]["rank"]
+        lora = GGUFReader(str(tmp_path / "gguf" / f"{name}.gguf"))
+        tensors = {tensor.name: torch.tensor(tensor.data) for tensor in lora.tensors}
+        alpha = lora.fields["adapter.lora.alpha"].contents()
+        assert rank == (8 if name == "shared" else 12) and alpha / rank == scale
+        for layer in ours.mixture.layout.names:
+            a, b = (peft[f"base_model.model.{layer}.lora_{factor}.weight"] for factor in "AB")
+            torch.testing.assert_close(theirs[f"{layer}.lora_a"] @ theirs[f"{layer}.lora_b"], (b @ a).T)
+            block, kind = layer.split(".")[2], layer[-6]  # q or v
+            found = (
+                tensors[f"blk.{block}.attn_{kind}.weight.lora_b"]
+                @ tensors[f"blk.{block}.attn_{kind}.weight.lora_a"]
+            )
+            torch.testing.assert_close(found, reordered(f"{layer}.weight", b @ a, config))
 
 
 def last_state(folder):

@@ -39,7 +39,7 @@ def test_examples_tell_all(trained, tmp_path, says, complains):
     says("export", trained, bundle, "--describe", "examples")
     assert read_experts(bundle) == read_experts(trained)
     assert read_experts(trained)["experts"][0]["typical"][0].split(":")[0] in (bundle / "README.md").read_text()
-    assert "has no experts to describe" in complains(
+    assert "what is written here has no router" in complains(
         "export", trained, tmp_path / "x", "--merge", 0, "--describe", "words"
     )
 

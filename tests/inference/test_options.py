@@ -2,15 +2,20 @@
 
 import json
 import random
+from dataclasses import fields
 
 import pytest
 import torch
 
 from fedweave.errors import UserError
 from fedweave.inference.json_text import JsonText
-from fedweave.inference.sampling import Sampling, TokenChooser
+from fedweave.inference.sampling import Options, Sampling, TokenChooser
 
 PROMPT = "Fix the grammar: Ada go to the park."
+
+
+def test_the_typed_options_are_those_that_there_are():
+    assert list(Options.__annotations__) == [field.name for field in fields(Sampling)]
 
 
 def test_penalties_count_the_answers_own_tokens():

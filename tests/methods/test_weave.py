@@ -257,9 +257,9 @@ def test_a_lane_holds_the_experts_that_its_examples_use_and_learns_the_same(wove
     used = [(1, 4), (4,), (0, 2)]
     for lane, experts in zip(lanes, used, strict=True):
         lane.theta, lane.gates = wide.theta, torch.zeros(len(lane.data), 5)
-        lane.gates[
-            torch.arange(len(lane.data)), torch.tensor(experts)[torch.arange(len(lane.data)) % len(experts)]
-        ] = 1
+        rows = torch.arange(len(lane.data))
+        lane.gates[rows, torch.tensor(experts)[rows % len(experts)]] = 1
+        lane.opened = lane.gates.any(0)
     held = Narrow(wide.layout, lanes)
     assert held.layout.experts == 2 and [len(lane.theta) for lane in held.lanes] == [held.layout.size] * 3
     results = list(engine.compute.train(wide.layout, None, lanes, "narrow"))

@@ -95,3 +95,30 @@ def test_log_likelihoods_as_lm_eval_reads_them(server, twin):
 def test_a_prompt_is_echoed_without_log_probabilities(server):
     answer = server.client().completions.create(model="fedweave", prompt=PROMPTS[0], max_tokens=2, echo=True)
     assert answer.choices[0].text.startswith(PROMPTS[0]) and answer.choices[0].logprobs is None
+
+
+def test_a_stream_has_the_log_probabilities_of_its_tokens(server, twin):
+    expected = twin.generate(PROMPTS[:1], max_new_tokens=6, logprobs=2)[0]
+    client = server.client()
+    stream = client.chat.completions.create(
+        **ask(PROMPTS[0], max_tokens=6, logprobs=True, top_logprobs=2, stream=True)
+    )
+    told = [e for c in stream if c.choices and c.choices[0].logprobs for e in c.choices[0].logprobs.content]
+    assert [e.logprob for e in told] == pytest.approx([score.logprob for score in expected.scores], abs=1e-4)
+    assert all(len(e.top_logprobs) == 2 for e in told)
+    asked = {"model": "fedweave", "prompt": PROMPTS[:1], "max_tokens": 6, "logprobs": 1}
+    whole = client.completions.create(**asked).choices[0].logprobs
+    chunks = [c.choices[0].logprobs for c in client.completions.create(**asked, stream=True) if c.choices]
+    for name in ("tokens", "text_offset", "token_logprobs", "top_logprobs"):
+        assert [x for chunk in chunks if chunk for x in getattr(chunk, name)] == getattr(whole, name), name
+
+
+def test_tokens_are_told_by_their_ids_where_that_is_asked(server, twin):
+    asked = {"model": "expert_1", "prompt": PROMPTS[:1], "max_tokens": 4, "logprobs": 1}
+    told = server.client().completions.create(**asked, extra_body={"return_tokens_as_token_ids": True})
+    ids = [int(token.removeprefix("token_id:")) for token in told.choices[0].logprobs.tokens]
+    assert twin.backbone.tokenizer.decode(ids, skip_special_tokens=True) == told.choices[0].text
+    assert all(
+        top == {f"token_id:{i}": top[f"token_id:{i}"]}
+        for i, top in zip(ids, told.choices[0].logprobs.top_logprobs, strict=True)
+    )

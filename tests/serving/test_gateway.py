@@ -56,6 +56,68 @@ def test_options_reach_the_upstream(gateway, twin):
     assert len(texts) == 1 and texts != {twin.generate(PROMPTS[:1], max_new_tokens=12)[0].text}
 
 
+def test_log_probabilities_come_through(gateway, twin):
+    expected = twin.generate(PROMPTS[:1], max_new_tokens=6, logprobs=2)[0]
+    for stream in (False, True):
+        body = ask(PROMPTS[0], max_tokens=6, logprobs=True, top_logprobs=2, stream=stream)
+        answer = gateway.client().chat.completions.create(**body)
+        choices = [c.choices[0] for c in answer if c.choices] if stream else answer.choices
+        told = [entry for choice in choices if choice.logprobs for entry in choice.logprobs.content]
+        assert [e.logprob for e in told] == pytest.approx([score.logprob for score in expected.scores], abs=1e-4)
+        assert [t.token for t in told] == [twin.backbone.tokenizer.decode([i]) for i in expected.tokens]
+    with pytest.raises(openai.BadRequestError, match="echo: no log-probabilities of a prompt"):
+        gateway.client().completions.create(model="fedweave", prompt="Hi", logprobs=1, echo=True)
+
+
+@pytest.fixture(scope="module")
+def like_vllm(upstream):
+    """A server that describes itself as vLLM does and offers fields that ours has not; it notes what it is sent."""
+    sent: list[dict] = []
+    schema = {
+        "CompletionRequest": {"properties": dict.fromkeys(["logit_bias", "ignore_eos", "response_format", "n"])}
+    }
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self):
+            described = json.dumps({"components": {"schemas": schema}}).encode()
+            self._say(described if self.path == "/openapi.json" else httpx.get(f"{upstream}{self.path}").content)
+
+        def do_POST(self):
+            body = json.loads(self.rfile.read(int(self.headers["content-length"])))
+            sent.append(dict(body))
+            for name in ("logit_bias", "ignore_eos", "response_format"):
+                body.pop(name, None)
+            self._say(httpx.post(f"{upstream}{self.path}", json=body, timeout=300).content)
+
+        def _say(self, content: bytes) -> None:
+            self.send_response(200)
+            self.end_headers()
+            self.wfile.write(content)
+
+        def log_message(self, *_):
+            pass
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    yield f"http://127.0.0.1:{server.server_port}", sent
+    server.shutdown()
+
+
+def test_what_the_upstream_offers_is_handed_on_and_nothing_else(model, like_vllm):
+    url, sent = like_vllm
+    schema = {"type": "json_schema", "json_schema": {"name": "a", "schema": {"type": "object"}}}
+    more = {"logit_bias": {"7": 2.5}, "ignore_eos": True, "response_format": schema}
+    with running(model, upstream=url) as gateway:
+        client = gateway.client()
+        client.chat.completions.create(**ask(PROMPTS[0], max_tokens=2), extra_body=more)
+        assert {name: sent[-1][name] for name in more} == more
+        assert "n" not in sent[-1] and sent[-1]["stop_token_ids"] == []
+        for name, message in (("temprature", "there is no such field"), ("guided_json", "not offered")):
+            with pytest.raises(openai.BadRequestError, match=f"{name}: {message}"):
+                client.chat.completions.create(**ask(PROMPTS[0], max_tokens=2), extra_body={name: {"a": 1}})
+    assert len(sent) == 1
+
+
 def test_many_clients_at_once(gateway, twin):
     prompts = [f"{p} {i}" for i in range(6) for p in PROMPTS]
     expected = {p: a.text for p, a in zip(prompts, twin.generate(prompts, max_new_tokens=8), strict=True)}

@@ -134,7 +134,6 @@ def test_stop_strings_sampling_and_seeds(server, twin):
         (ask("Hi", max_tokens=49), 400, "at most 48 tokens"),
         (ask("Hi", stop=[""]), 400, "empty text"),
         (ask("Hi", tools=[{"type": "function"}]), 400, "tools: not offered"),
-        (ask("Hi", logprobs=True, stream=True), 400, "logprobs: not offered in a stream"),
         (ask("Hi", top_logprobs=2), 400, "top_logprobs: has no effect"),
         (ask("Hi", temprature=0.5), 400, "temprature: there is no such field: did you mean 'temperature'"),
         (ask("Hi", ignore_eos=True), 400, "ignore_eos: not offered"),

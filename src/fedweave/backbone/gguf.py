@@ -18,6 +18,7 @@ from fedweave.files import atomic_folder, file_sha256
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
+    from tokenizers.pre_tokenizers import PreTokenizer
     from transformers import PreTrainedTokenizerFast
 
 CACHE = Path(os.environ.get("FEDWEAVE_CACHE", Path.home() / ".cache" / "fedweave"))
@@ -29,7 +30,8 @@ _SPLIT = {
     "qwen2": _CONTRACTIONS + r"|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}" + _TAIL,
     "llama-bpe": _CONTRACTIONS + r"|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}" + _TAIL,
 }
-_GPT2_RULE = {"smollm", "gpt-2", "default"}
+_GPT2_RULE = ("smollm", "gpt-2", "default")
+SPLITTERS = (*_GPT2_RULE[:2], *_SPLIT)  # every rule once, by the name that a file gets
 
 # Markers that close an assistant turn, in the order in which they are looked for in a chat template.
 _END_OF_TURN = ("<|im_end|>", "<|eot_id|>", "<end_of_turn>", "<|end|>", "</s>")
@@ -136,7 +138,7 @@ def build_tokenizer(gguf: Path) -> PreTrainedTokenizerFast:
 
 
 def _byte_level_bpe(tables: Tables) -> tuple[Tokenizer, list[str]]:
-    from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
+    from tokenizers import Tokenizer, decoders, models, normalizers
 
     tokens = tables["tokenizer.ggml.tokens"]
     merges = [(m.split(" ")[0], m.split(" ")[1]) for m in tables["tokenizer.ggml.merges"]]
@@ -144,23 +146,29 @@ def _byte_level_bpe(tables: Tables) -> tuple[Tokenizer, list[str]]:
     tokenizer = Tokenizer(
         models.BPE(vocab={t: i for i, t in enumerate(tokens)}, merges=merges, ignore_merges=rule == "llama-bpe")
     )
+    if rule == "qwen2":
+        tokenizer.normalizer = normalizers.NFC()
+    tokenizer.pre_tokenizer = word_splitter(rule)
+    tokenizer.decoder = decoders.ByteLevel()
+    return tokenizer, tokens
+
+
+def word_splitter(rule: str) -> PreTokenizer:
+    """How text is split into words before pieces are joined, by the name that GGUF has for it."""
+    from tokenizers import Regex, pre_tokenizers
+
     if rule in _GPT2_RULE:
         byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False)
         digits = [pre_tokenizers.Digits(individual_digits=True)] if rule == "smollm" else []
-        tokenizer.pre_tokenizer = pre_tokenizers.Sequence([*digits, byte_level])
-    elif rule in _SPLIT:
-        if rule == "qwen2":
-            tokenizer.normalizer = normalizers.NFC()
-        tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
-            [
-                pre_tokenizers.Split(Regex(_SPLIT[rule]), "isolated"),
-                pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
-            ]
-        )
-    else:
+        return pre_tokenizers.Sequence([*digits, byte_level])
+    if rule not in _SPLIT:
         raise UserError(f"GGUF pre-tokenizer {rule!r} is not supported; use the hub model instead.")
-    tokenizer.decoder = decoders.ByteLevel()
-    return tokenizer, tokens
+    return pre_tokenizers.Sequence(
+        [
+            pre_tokenizers.Split(Regex(_SPLIT[rule]), "isolated"),
+            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+        ]
+    )
 
 
 def _sentencepiece_bpe(tables: Tables) -> tuple[Tokenizer, list[str]]:

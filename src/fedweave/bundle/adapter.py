@@ -1,6 +1,7 @@
 """A PEFT adapter folder: how one is written, read, and proved to be what the stacked experts compute."""
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
 
 import torch
@@ -19,10 +20,8 @@ _PROBE = "Fix the grammar, then say in one word how many hats Mia has: She have 
 
 def write_adapter(folder: Path, tensors: dict[str, torch.Tensor], description: Description) -> None:
     """Only what every loader understands: LoRA on named linear layers, no bias, no modules to save, no variants.
-    PEFT scales by alpha / rank, and ours is the scale of one expert: a higher rank needs a higher alpha. vLLM also
-    asks that ``base_model_name_or_path`` is the very name of the model that it serves."""
-    rank = len(next(iter(tensors.values())))  # rows of the first lora_A
-    alpha = description["alpha"] * rank / description["rank"]
+    vLLM also asks that ``base_model_name_or_path`` is the very name of the model that it serves."""
+    rank, alpha = rank_and_alpha(tensors, description)
     folder.mkdir()
     save_file(tensors, folder / "adapter_model.safetensors", {"format": "pt"})
     adapter = {
@@ -43,6 +42,12 @@ def write_adapter(folder: Path, tensors: dict[str, torch.Tensor], description: D
         "modules_to_save": None,
     }
     (folder / "adapter_config.json").write_text(json.dumps(adapter, indent=1), encoding="utf-8")
+
+
+def rank_and_alpha(tensors: Mapping[str, torch.Tensor], description: Description) -> tuple[int, float]:
+    """Loaders scale by alpha / rank, and ours is the scale of one expert: a higher rank needs a higher alpha."""
+    rank = len(next(iter(tensors.values())))  # rows of the first lora_A
+    return rank, description["alpha"] * rank / description["rank"]
 
 
 def read_tensors(path: Path) -> dict[str, torch.Tensor]:

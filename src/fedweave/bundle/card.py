@@ -86,12 +86,12 @@ def merged_card(description: Description, expert: int, prompting: list[str]) -> 
     return "\n".join(lines)
 
 
-def how_a_prompt_looks(prompts: PromptFormat, template: bool) -> list[str]:
-    """In words, as an example, and in code."""
+def prompt_example(prompts: PromptFormat) -> list[str]:
+    """In words, and as an example."""
     said = (
         "by the tokenizer's chat template" if prompts.kind == "chat" else "as plain text, without a chat template"
     )
-    lines = [
+    return [
         "## How a prompt looks",
         "",
         f"Prompts were rendered {said} in training. The experts know this form and no other:",
@@ -101,6 +101,11 @@ def how_a_prompt_looks(prompts: PromptFormat, template: bool) -> list[str]:
         "```",
         "",
     ]
+
+
+def how_a_prompt_looks(prompts: PromptFormat, template: bool) -> list[str]:
+    """The same, and in code."""
+    lines = prompt_example(prompts)
     if not template:
         return [*lines, "Render it so yourself: no chat template gives this tokenizer's own tokens.", ""]
     return [
@@ -249,6 +254,8 @@ def _loading(base: str, model: FedWeaveModel, template: bool) -> list[str]:
         vllm_command(base, model.experts.adapter_names, layout.rank + layout.shared)
         + (" --chat-template PATH/chat_template.jinja" if template else ""),
         "```",
+        "",
+        "For llama.cpp, Ollama and MLX: `fedweave export PATH DIR --format gguf`, or `--format mlx`.",
         "",
     ]
 

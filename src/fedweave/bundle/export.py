@@ -6,13 +6,14 @@ DIR/README.md                  model card
     fedweave.json              what the router needs to know, and a checksum of every file but the card
     router.safetensors
     signatures.safetensors     of the experts' buckets, where the run has kept them (docs/living.md)
-    expert_0/adapter_config.json, adapter_model.safetensors      loads with plain PEFT and vLLM
+    expert_0/adapter_config.json, adapter_model.safetensors      loads with plain PEFT and vLLM; the tokenizer, too
     expert_1/…
 
 Whatever is written is loaded back through PEFT and compared with the trained experts before it gets its name.
 """
 
 import os
+import shutil
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
@@ -27,7 +28,7 @@ from fedweave.bundle.card import Origin, how_a_prompt_looks, merged_card, model_
 from fedweave.bundle.tokens import write_tokenizer
 from fedweave.description.record import Experts, write_experts
 from fedweave.errors import UserError
-from fedweave.files import atomic_folder, file_sha256
+from fedweave.files import atomic_folder, files_sha256
 from fedweave.inference.model import FedWeaveModel
 from fedweave.json_files import write_json
 from fedweave.router.routed import SHARED
@@ -41,16 +42,14 @@ SIGNATURES = "signatures.safetensors"
 def write_bundle(target: Path, model: FedWeaveModel, origin: Origin, told: Experts | None = None) -> Description:
     """A model as a bundle, with what is ``told`` of its experts; returns what fedweave.json holds."""
     description = describe(model, origin)
-    layout = model.mixture.layout
-    with _new_folder(target) as partial:
-        for m in range(layout.experts):
-            folder = partial / f"expert_{m}"
-            write_adapter(folder, layout.named(model.theta.cpu(), m), description)
-            check_adapter(folder, model, _only(m, layout.experts))
-        if SHARED in model.experts.adapter_names:
-            nobody = torch.zeros(layout.experts)
-            write_adapter(partial / SHARED, layout.mixed(model.theta.cpu(), nobody, ()), description)
-            check_adapter(partial / SHARED, model, nobody)
+    with new_folder(target) as partial:
+        has_template = write_tokenizer(partial, model.backbone.prompts)
+        tokenizer = list(partial.iterdir())
+        for name, tensors in named_adapters(model):
+            write_adapter(partial / name, tensors, description)
+            check_adapter(partial / name, model, model.experts.only(name)[1])
+            for file in tokenizer:  # for programs that know this folder alone
+                _name_again(file, partial / name / file.name)
         _write_router(partial, model)
         if (kept := origin.kept) is not None:
             save_file({"signatures": kept.means.cpu().contiguous()}, partial / SIGNATURES)
@@ -59,10 +58,9 @@ def write_bundle(target: Path, model: FedWeaveModel, origin: Origin, told: Exper
             }  # fmt: skip
         if told is not None:
             write_experts(partial, told)
-        has_template = write_tokenizer(partial, model.backbone.prompts)
-        description["files"] = {
-            str(p.relative_to(partial)): file_sha256(p) for p in sorted(partial.rglob("*")) if p.is_file()
-        }
+        files = sorted(path for path in partial.rglob("*") if path.is_file())
+        names = [str(path.relative_to(partial)) for path in files]
+        description["files"] = dict(zip(names, files_sha256(files), strict=True))
         (partial / "README.md").write_text(model_card(model, origin, told, has_template), encoding="utf-8")
         write_json(partial / "fedweave.json", description)
     return description
@@ -72,7 +70,7 @@ def write_soft(target: Path, model: FedWeaveModel, description: Description, wei
     """One PEFT adapter of rank M·r + R: the experts side by side, each B with its weight, and what they share."""
     layout = model.mixture.layout
     gates = mixture_weights(weights, layout.experts)
-    with _new_folder(target) as partial:
+    with new_folder(target) as partial:
         partial.rmdir()
         write_adapter(partial, layout.mixed(model.theta.cpu(), gates), description)
         check_adapter(partial, model, gates)
@@ -83,23 +81,36 @@ def write_soft(target: Path, model: FedWeaveModel, description: Description, wei
 
 def write_merged(target: Path, model: FedWeaveModel, description: Description, expert: int) -> None:
     """A dense model folder: the backbone with one expert, and what it shares, added into its weights."""
-    layout, backbone = model.mixture.layout, model.backbone
-    if not 0 <= expert < layout.experts:
-        raise UserError(f"there is no expert {expert}; the model has experts 0 to {layout.experts - 1}.")
-    with _new_folder(target) as partial:
-        expected = probe(model, _only(expert, layout.experts))
-        scale = model.mixture.scale
-        with torch.no_grad():
-            named = layout.named(model.theta, expert)
-            for name in layout.names:
-                a, b = (named[f"base_model.model.{name}.lora_{factor}.weight"] for factor in "AB")
-                weight = backbone.model.get_submodule(name).weight  # [out, in]
-                weight.copy_(weight.float() + scale * b @ a)
-        compare(f"the dense model of expert {expert}", probe(model), expected, backbone.dtype)
+    backbone = model.backbone
+    with new_folder(target) as partial:
+        merge(model, expert)
         backbone.model.generation_config.eos_token_id = backbone.end_ids  # where answers were trained to end
         backbone.model.save_pretrained(partial)
         prompting = how_a_prompt_looks(backbone.prompts, write_tokenizer(partial, backbone.prompts))
         (partial / "README.md").write_text(merged_card(description, expert, prompting), encoding="utf-8")
+
+
+def merge(model: FedWeaveModel, expert: int) -> None:
+    """Add an expert, and what it shares, into the backbone's weights: from now on its model is dense."""
+    layout = model.mixture.layout
+    if not 0 <= expert < layout.experts:
+        raise UserError(f"there is no expert {expert}; the model has experts 0 to {layout.experts - 1}.")
+    expected = probe(model, model.experts.only(f"expert_{expert}")[1])
+    with torch.no_grad():
+        named = layout.named(model.theta, expert)
+        for name in layout.names:
+            a, b = (named[f"base_model.model.{name}.lora_{factor}.weight"] for factor in "AB")
+            weight = model.backbone.model.get_submodule(name).weight  # [out, in]
+            weight.copy_(weight.float() + model.mixture.scale * b @ a)
+    compare(f"the dense model of expert {expert}", probe(model), expected, model.backbone.dtype)
+
+
+def named_adapters(model: FedWeaveModel) -> Iterator[tuple[str, dict[str, torch.Tensor]]]:
+    """Every adapter that a prompt may need, in PEFT's names and shapes: an expert has what all share in it."""
+    layout, theta = model.mixture.layout, model.theta.cpu()
+    for m, name in enumerate(model.experts.adapter_names):
+        nobody = torch.zeros(layout.experts)
+        yield name, layout.mixed(theta, nobody, ()) if name == SHARED else layout.named(theta, m)
 
 
 def mixture_weights(weights: Sequence[float], experts: int) -> torch.Tensor:
@@ -142,7 +153,7 @@ def require_new(target: Path) -> None:
 
 
 @contextmanager
-def _new_folder(target: Path) -> Iterator[Path]:
+def new_folder(target: Path) -> Iterator[Path]:
     """A folder that appears whole or not at all."""
     require_new(target)
     try:
@@ -153,16 +164,20 @@ def _new_folder(target: Path) -> Iterator[Path]:
         raise UserError(f"{target} cannot be written: {error.strerror or error}.") from error
 
 
+def _name_again(file: Path, name: Path) -> None:
+    """The same file under another name, where the disk knows such a thing: a hundred experts need one tokenizer."""
+    try:
+        os.link(file, name)
+    except OSError:
+        shutil.copyfile(file, name)
+
+
 def _share(folder: Path) -> None:
     """safetensors writes files for their owner alone; a server may run as someone else."""
     mask = os.umask(0)
     os.umask(mask)
     for path in folder.rglob("*"):
         path.chmod((0o777 if path.is_dir() else 0o666) & ~mask)
-
-
-def _only(expert: int, experts: int) -> torch.Tensor:
-    return torch.nn.functional.one_hot(torch.tensor(expert), experts).float()  # [M]
 
 
 def _write_router(folder: Path, model: FedWeaveModel) -> None:

@@ -13,7 +13,7 @@ from fedweave.config import BackboneConfig
 from fedweave.errors import UserError
 from fedweave.experts.layout import AdapterLayout
 from fedweave.experts.mixture import Mixture
-from fedweave.files import file_sha256
+from fedweave.files import files_sha256
 from fedweave.inference.model import FedWeaveModel
 from fedweave.json_files import read_json
 from fedweave.router.mlp import RouterLayout
@@ -28,10 +28,10 @@ def is_bundle(folder: Path) -> bool:
     return (folder / "fedweave.json").is_file()
 
 
-def load_bundle(folder: Path, model: str | None = None, device: str = "auto") -> FedWeaveModel:
+def load_bundle(folder: Path, model: str | None = None, device: str = "auto", dtype: str = "auto") -> FedWeaveModel:
     """A bundle's model. ``model`` names the backbone when it lies elsewhere than where it was trained."""
     description = verify_bundle(folder)
-    backbone = load_backbone(bundle_backbone(description, model, device))
+    backbone = load_backbone(bundle_backbone(description, model, device, dtype))
     layers = backbone.linear_layers(description["target_modules"])
     experts = read_experts(folder, description, backbone, layers)
     return FedWeaveModel(backbone, Mixture(layers, experts.layout, description["alpha"]), experts)
@@ -44,13 +44,14 @@ def verify_bundle(folder: Path) -> Description:
         raise UserError(f"{folder} is no bundle: it has no fedweave.json.")
     if description["schema"] != 1:
         raise UserError(f"{folder}: fedweave.json has a schema that this version does not know; update fedweave.")
-    for name, checksum in description["files"].items():
-        path = folder / name
-        if name == CARD:
-            continue  # it is for people, who may edit it
-        if not path.is_file():
+    listed = {
+        name: checksum for name, checksum in description["files"].items() if name != CARD
+    }  # which is for people
+    for name in listed:
+        if not (folder / name).is_file():
             raise UserError(f"the bundle {folder} lacks {name}; copy or download it again.")
-        if file_sha256(path) != checksum:
+    for name, found in zip(listed, files_sha256(folder / name for name in listed), strict=True):
+        if found != listed[name]:
             raise UserError(f"the bundle {folder} is damaged: {name} is not what was exported.")
     return description
 
@@ -62,8 +63,10 @@ def read_kept(folder: Path, description: Description) -> KeptSignatures | None:
     return KeptSignatures(read_tensors(folder / SIGNATURES)["signatures"], **facts)
 
 
-def bundle_backbone(description: Description, model: str | None, device: str) -> BackboneConfig:
-    settings = {**description["backbone"], "device": device, "dtype": "auto"}
+def bundle_backbone(
+    description: Description, model: str | None, device: str, dtype: str = "auto"
+) -> BackboneConfig:
+    settings = {**description["backbone"], "device": device, "dtype": dtype}
     if model is not None:
         settings["model"] = model
     return build(BackboneConfig, settings, "backbone.")

@@ -30,16 +30,27 @@ _TRIALS = ("Fix the grammar: Ada go to school.", "3 + 4?\n\nThink.")
 
 
 def write_tokenizer(folder: Path, prompts: PromptFormat) -> bool:
-    """The tokenizer with the template of training; whether it has one. A tokenizer for which no template gives
-    training's own tokens gets none: better no chat than another one."""
-    tokenizer = copy.deepcopy(prompts.tokenizer)
-    if prompts.kind == "plain":
-        begins = tokenizer.bos_token_id is not None and tokenizer("a")["input_ids"][0] == tokenizer.bos_token_id
-        tokenizer.chat_template = ("{{ bos_token }}" if begins else "") + PLAIN_TEMPLATE
-        if not all(_same(tokenizer, prompts, text) for text in _TRIALS):
-            tokenizer.chat_template = None
+    """The tokenizer with the template of training; whether it has one."""
+    tokenizer = with_template(prompts)
     tokenizer.save_pretrained(folder)
     return tokenizer.chat_template is not None
+
+
+def with_template(prompts: PromptFormat) -> PreTrainedTokenizerFast:
+    """A copy of the tokenizer with the template of training. One for which no template gives training's own tokens
+    gets none: better no chat than another one."""
+    tokenizer = copy.deepcopy(prompts.tokenizer)
+    if prompts.kind == "plain":
+        tokenizer.chat_template = ("{{ bos_token }}" if begins(prompts) else "") + PLAIN_TEMPLATE
+        if not all(_same(tokenizer, prompts, text) for text in _TRIALS):
+            tokenizer.chat_template = None
+    return tokenizer
+
+
+def begins(prompts: PromptFormat) -> bool:
+    """Whether a prompt's first token is the tokenizer's mark for it."""
+    bos = prompts.tokenizer.bos_token_id
+    return bos is not None and int(prompts.encode_prompts(["a"])[0].ids[0]) == bos
 
 
 def _same(tokenizer: PreTrainedTokenizerFast, prompts: PromptFormat, text: str) -> bool:

@@ -12,7 +12,7 @@ from fedweave.errors import UserError
 
 def register(verbs: Verbs) -> None:
     export = verbs.add("export", _export, "Write a run's model as a bundle of PEFT adapters and a router.")
-    export.add_argument("folder", type=Path, help="the run folder; with --merge or --soft also a bundle")
+    export.add_argument("folder", type=Path, help="the run folder; for all but a bundle also a bundle")
     export.add_argument("target", type=Path, help="a new folder")
     form = export.add_mutually_exclusive_group()
     form.add_argument("--merge", type=int, metavar="K", help="instead: a dense model with expert K in its weights")
@@ -20,6 +20,17 @@ def register(verbs: Verbs) -> None:
         "--soft",
         metavar="WEIGHTS",
         help="instead: one adapter for a fixed mixture, as in 0.5,0.3,0.2",
+    )
+    export.add_argument(
+        "--format",
+        choices=["peft", "gguf", "mlx"],
+        default="peft",
+        help="gguf: backbone and experts for llama.cpp and Ollama, with --merge K one model; mlx: for mlx_lm",
+    )
+    export.add_argument(
+        "--quantise",
+        metavar="TYPE",
+        help="with --format gguf: how weights are kept, as F32, F16, BF16, Q8_0 (default), Q5_1 or Q4_0",
     )
     telling(export, "the bundle and its card tell")
     export.add_argument(
@@ -53,9 +64,10 @@ def register(verbs: Verbs) -> None:
     )
     serve.add_argument(
         "--upstream-kind",
-        choices=["vllm", "sglang"],
+        choices=["vllm", "sglang", "llama"],
         default="vllm",
-        help="how it takes an expert: as the model's name (vLLM, fedweave), or as lora_path (SGLang)",
+        help="how it takes an expert: as the model's name (vLLM, fedweave), as lora_path (SGLang), or as a file's "
+        "number (llama-server)",
     )
     serve.add_argument("--upstream-key", help="its key (default: the environment's FEDWEAVE_UPSTREAM_KEY)")
     backbone(serve)
@@ -82,17 +94,34 @@ def _weights(text: str) -> list[float]:
 
 
 def _export(arguments: argparse.Namespace, console: Console) -> None:
-    from fedweave.runs.use import export_merged, export_run, export_soft
+    from fedweave.runs.use import export_gguf, export_merged, export_mlx, export_run, export_soft
 
     source, target, which = arguments.folder, arguments.target, (arguments.last, arguments.checkpoint)
-    if arguments.describe and (arguments.merge is not None or arguments.soft is not None):
-        raise UserError("--describe is for bundles: one adapter or one dense model has no experts to describe.")
-    if arguments.doubt is not None and (arguments.merge is not None or arguments.soft is not None):
-        raise UserError("--doubt is for bundles: one adapter or one dense model has no router.")
+    form, merged = arguments.format, arguments.merge
+    if form != "peft" or merged is not None or arguments.soft is not None:
+        for name in ("describe", "doubt"):
+            if getattr(arguments, name) is not None:
+                raise UserError(f"--{name} is for bundles: what is written here has no router.")
+    if arguments.quantise is not None and form != "gguf":
+        raise UserError("--quantise has no effect without --format gguf.")
+    if form != "peft" and (arguments.soft is not None or (form == "mlx" and merged is not None)):
+        raise UserError(
+            f"--format {form} writes experts{' or --merge K' if form == 'gguf' else ''}; leave the rest."
+        )
     names = {"model": arguments.backbone, "base": arguments.base_model}
-    if arguments.merge is not None:
-        export_merged(source, target, arguments.merge, *which, **names)
-        console.say(f"{target}: a dense model with expert {arguments.merge}; its logits are those of the expert.")
+    if form == "gguf":
+        kind = arguments.quantise or "Q8_0"
+        export_gguf(source, target, kind, merged, *which, **names)
+        what = (
+            "the backbone and a LoRA file for each adapter" if merged is None else f"a model with expert {merged}"
+        )
+        console.say(f"{target}: {what} ({kind}), with Modelfiles; read back, they hold what was trained.")
+    elif form == "mlx":
+        export_mlx(source, target, *which, **names)
+        console.say(f"{target}: adapters for mlx_lm.")
+    elif merged is not None:
+        export_merged(source, target, merged, *which, **names)
+        console.say(f"{target}: a dense model with expert {merged}; its logits are those of the expert.")
     elif arguments.soft is not None:
         export_soft(source, target, _weights(arguments.soft), *which, **names)
         console.say(f"{target}: one adapter for the mixture; PEFT gives the same logits with it.")

@@ -66,13 +66,13 @@ def _evaluate(arguments: argparse.Namespace, console: Console) -> None:
 
 
 def _generate(arguments: argparse.Namespace, console: Console) -> None:
-    from fedweave.inference.sampling import Sampling
+    from fedweave.inference.sampling import Options, Sampling
     from fedweave.runs.use import load
 
     for name in ("top_p", "seed"):
         if getattr(arguments, name) is not None and arguments.temperature is None:
             raise UserError(f"--{name.replace('_', '-')} has no effect without --temperature; add --temperature 1.")
-    options = {
+    options: Options = {
         "max_new_tokens": arguments.max_new_tokens,
         "do_sample": arguments.temperature is not None,
         "temperature": arguments.temperature,

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
+from typing_extensions import Unpack
 
 from fedweave.backbone.features import compute_features
 from fedweave.backbone.load import Backbone
@@ -15,7 +16,7 @@ from fedweave.data.examples import Prompt
 from fedweave.errors import UserError
 from fedweave.experts.mixture import Mixture
 from fedweave.inference.rows import Row, RunningBatch, TokenScore
-from fedweave.inference.sampling import Sampling
+from fedweave.inference.sampling import Options, Sampling
 from fedweave.router.mlp import active_experts
 from fedweave.router.routed import RoutedExperts, foremost
 
@@ -95,7 +96,7 @@ class FedWeaveModel:
         routing: str = "sparse",
         progress: ProgressBar | None = None,
         adapter: str | None = None,
-        **options: object,
+        **options: Unpack[Options],
     ) -> list[Answer]:
         """Answers in the order of ``prompts``, each by its own experts, in one batch. A prompt is a text or a tuple
         of chat messages; ``adapter`` lets expert_0, …, shared or base answer them all, whatever the router says;
@@ -121,7 +122,7 @@ class FedWeaveModel:
         ]
 
     def stream(
-        self, prompt: Prompt, routing: str = "sparse", adapter: str | None = None, **options: object
+        self, prompt: Prompt, routing: str = "sparse", adapter: str | None = None, **options: Unpack[Options]
     ) -> Iterator[str]:
         """The same answer piece by piece, as it is made; no piece splits a character."""
         rows, _ = self._rows(self._encode([prompt], options), routing, adapter, options)

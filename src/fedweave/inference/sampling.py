@@ -3,9 +3,9 @@ processors do the work."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypedDict
 
 import torch
 
@@ -66,6 +66,29 @@ class Sampling:
         if not all(sampling.stop_strings):
             raise UserError("stop_strings must not hold an empty text.")
         return sampling
+
+
+class Options(TypedDict, total=False):
+    """The same options as keywords of :meth:`FedWeaveModel.generate`; None leaves a default."""
+
+    max_new_tokens: int | None
+    min_new_tokens: int | None
+    do_sample: bool | None
+    temperature: float | None
+    top_k: int | None
+    top_p: float | None
+    min_p: float | None
+    typical_p: float | None
+    repetition_penalty: float | None
+    frequency_penalty: float | None
+    presence_penalty: float | None
+    no_repeat_ngram_size: int | None
+    stop_strings: Sequence[str] | None
+    stop_token_ids: Sequence[int] | None
+    json_object: bool | None
+    logprobs: int | None
+    echo: bool | None
+    seed: int | None
 
 
 class TokenChooser:

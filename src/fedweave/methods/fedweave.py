@@ -108,30 +108,30 @@ class FedWeave(Aligned):
         lane = super().lane(client, state, t)
         if self.trains_router:
             return lane
+        labels, experts = self.labels(client, state), state.layout.experts
+        served = torch.bincount(labels, minlength=experts) > 0
         if self.relabel is None:
-            gates = F.one_hot(self.labels(client, state), state.layout.experts).float()
+            gates = F.one_hot(labels, experts).float()
         else:  # an example trains as it would be served
             gates = state.gates(state.weights(client.data.features), "sparse")
             if self.config.experts.temperature:
-                gates = self._drawn(client, state, gates, np.random.default_rng(stream_key("draw", *lane.key)))
+                drawn = self._drawn(client, state, served, np.random.default_rng(stream_key("draw", *lane.key)))
+                gates = F.one_hot(drawn, experts) * gates.sum(1, keepdim=True)
         rng = np.random.default_rng(stream_key("rest", *lane.key))
         gates[rng.random(len(gates)) < self.config.experts.rest] = 0.0
-        return replace(lane, phi=None, gates=gates)
+        return replace(lane, phi=None, gates=gates, opened=served)
 
     def _drawn(
-        self, client: Client, state: RoutedExperts, gates: torch.Tensor, rng: np.random.Generator
+        self, client: Client, state: RoutedExperts, served: torch.Tensor, rng: np.random.Generator
     ) -> torch.Tensor:
-        """The gates [n, M] on experts drawn from what the router makes of the prompts. What lies between two of
-        them trains both, so that it costs little where the router sends the next one of its kind to the wrong
-        one."""
+        """[n] experts drawn from what the router makes of the prompts. What lies between two of them trains both,
+        so that it costs little where the router sends the next one of its kind to the wrong one."""
         assert state.router is not None and state.phi is not None
-        labels, features = self.labels(client, state), client.data.features.to(state.phi)
-        served = torch.bincount(labels, minlength=state.layout.experts) > 0
+        features = client.data.features.to(state.phi)
         odds = state.router.odds(state.phi[0], features, served, self.config.experts.temperature)
         edges = odds.double().cumsum(1).cpu()  # [n, M]
         place = torch.from_numpy(rng.random((len(edges), 1))) * edges[:, -1:]
-        drawn = (edges <= place).sum(1)  # the first expert whose edge lies beyond
-        return F.one_hot(drawn, len(served)) * gates.sum(1, keepdim=True)
+        return (edges <= place).sum(1)  # the first expert whose edge lies beyond
 
     @classmethod
     def payload(cls, sizes: Sizes) -> Payload:

@@ -15,7 +15,8 @@ from fedweave.bundle.card import Origin, base_model
 from fedweave.bundle.export import describe, require_new, write_bundle, write_merged, write_soft
 from fedweave.bundle.hub import fetch_bundle, hub_repository
 from fedweave.bundle.load import is_bundle, load_bundle, verify_bundle
-from fedweave.config import Config, from_tree, split_overrides
+from fedweave.bundle.programs import check_quantisation, write_gguf, write_mlx
+from fedweave.config import BackboneConfig, Config, from_tree, split_overrides
 from fedweave.console import Console
 from fedweave.data import load_data
 from fedweave.data.examples import Example, Task
@@ -33,7 +34,7 @@ from fedweave.runs.testing import evaluate_models, routed_models
 from fedweave.runs.text import results_table
 from fedweave.runs.workspace import TestSet
 from fedweave.schema import Description, Prediction
-from fedweave.settings import insert
+from fedweave.settings import build, insert, to_tree
 
 TESTED_ROWS = ("data.fields", "data.long_answers")  # how rows to test on are read
 
@@ -44,26 +45,30 @@ def load(
     last: bool = False,
     model: str | None = None,
     device: str = "auto",
+    dtype: str = "auto",
     checkpoint: int | None = None,
     doubt: float | None = None,
 ) -> FedWeaveModel:
     """The model of a bundle, in a folder or at ``hf://owner/name``, or of a run's best round (with ``last`` its
-    last). ``model`` names the backbone when it lies elsewhere than where it was trained, ``checkpoint`` a round
-    after which the run is taken as it stood then; ``doubt`` lets experts answer prompts up to so many times as
-    strange as training found the limit to be."""
-    loaded = _load(folder, last, model, device, checkpoint)
+    last). ``model`` names the backbone when it lies elsewhere than where it was trained, ``device`` and ``dtype``
+    where and how it computes (auto: on a GPU in bfloat16 where there is one), ``checkpoint`` a round after which
+    the run is taken as it stood then; ``doubt`` lets experts answer prompts up to so many times as strange as
+    training found the limit to be."""
+    loaded = _load(folder, last, model, (device, dtype), checkpoint)
     if doubt is not None:
         loaded.experts.allow(doubt)
     return loaded
 
 
-def _load(folder: str | Path, last: bool, model: str | None, device: str, checkpoint: int | None) -> FedWeaveModel:
+def _load(
+    folder: str | Path, last: bool, model: str | None, where: tuple[str, str], checkpoint: int | None
+) -> FedWeaveModel:
     repository = hub_repository(folder)
     folder = Path(folder) if repository is None else fetch_bundle(repository)
     if is_bundle(folder):
-        return load_bundle(folder, model, device)
+        return load_bundle(folder, model, *where)
     _, config = RunFolder.open(folder, _elsewhere(model))
-    return _run_models(folder, config, last, checkpoint, device)[0][0]
+    return _run_models(folder, config, last, checkpoint, *where)[0][0]
 
 
 def _elsewhere(model: str | None) -> list[str]:
@@ -77,18 +82,22 @@ def row_fields(folder: Path) -> Fields:
 
 
 def _run_models(
-    folder: Path, config: Config, last: bool, checkpoint: int | None, device: str = "auto"
+    folder: Path, config: Config, last: bool, checkpoint: int | None, device: str = "auto", dtype: str = "auto"
 ) -> tuple[list[FedWeaveModel], Snapshot]:
     """(served models, the checkpoint they are from) of a run's best round, or last; needs the backbone but none of
-    its data. ``device`` other than auto takes the place of the config's."""
+    its data. ``device`` and ``dtype`` other than auto take the place of the config's."""
     method = build_method(config)
     if method.uses_labels:
         raise UserError(f"{config.method} routes by labels and cannot answer a prompt that has none.")
     snapshot = RunFolder(folder).newest(checkpoint)
     if snapshot is None:
         raise UserError(f"{folder} has no checkpoint yet; finish it with `{resume_command(folder, config)}`.")
-    where = config.backbone if device == "auto" else replace(config.backbone, device=device, dtype="auto")
-    backbone = load_backbone(where)
+    tree = to_tree(config.backbone)
+    if device != "auto":
+        tree |= {"device": device, "dtype": "auto"}
+    if dtype != "auto":
+        tree |= {"dtype": dtype}
+    backbone = load_backbone(build(BackboneConfig, tree, "backbone."))
     snapshot.check(config, backbone)
     layers = backbone.linear_layers(config.experts.target_modules)
     state = (snapshot.state if last else snapshot.best)(layers, backbone.device)
@@ -166,6 +175,37 @@ def export_merged(
     """Write a dense model with one expert of a run or a bundle in its weights."""
     require_new(target)
     write_merged(target, *_described(source, last, checkpoint, model, base), expert)
+
+
+def export_gguf(
+    source: Path,
+    target: Path,
+    quantisation: str = "Q8_0",
+    expert: int | None = None,
+    last: bool = False,
+    checkpoint: int | None = None,
+    *,
+    model: str | None = None,
+    base: str | None = None,
+) -> None:
+    """Write a run's or a bundle's model for llama.cpp and Ollama: backbone and experts, or one expert merged."""
+    require_new(target)
+    check_quantisation(quantisation)
+    write_gguf(target, *_described(source, last, checkpoint, model, base), quantisation, expert)
+
+
+def export_mlx(
+    source: Path,
+    target: Path,
+    last: bool = False,
+    checkpoint: int | None = None,
+    *,
+    model: str | None = None,
+    base: str | None = None,
+) -> None:
+    """Write the experts of a run or a bundle for MLX."""
+    require_new(target)
+    write_mlx(target, *_described(source, last, checkpoint, model, base))
 
 
 def _the_model(

@@ -2,7 +2,7 @@
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from dataclasses import asdict
 from typing import TypeVar
 
@@ -10,6 +10,7 @@ from fastapi import Request
 from fastapi.responses import StreamingResponse
 from starlette.types import Receive, Scope, Send
 
+from fedweave.inference.rows import TokenScore
 from fedweave.serving.guard import Metrics
 from fedweave.serving.jobs import Answering, Ended, Event, Piece, Routed
 from fedweave.serving.protocol import ApiError, Json, Reply, event, usage
@@ -30,10 +31,13 @@ class Answers:
         started: float,
         decode: Callable[[list[int]], str],
         echo: bool = False,
+        numbered: bool = False,
     ):
-        """``decode`` makes text of tokens, where the prompt or single tokens are asked back."""
+        """``decode`` makes text of tokens, where the prompt or single tokens are asked back. ``numbered``: single
+        ones are told by their ids, as vLLM does when asked to, for a text may belong to several."""
         self.metrics, self.reply, self.answerings, self.started = metrics, reply, answerings, started
         self.routing, self.decode, self.echo = routing, decode, echo
+        self.token_text = (lambda token: f"token_id:{token}") if numbered else (lambda token: decode([token]))
         self.routed: list[Routed] = []
         self.prompt_tokens = sum(len(a.job.prompt.ids) for a in answerings if a.job.number == 0)
 
@@ -55,25 +59,25 @@ class Answers:
     async def whole(self) -> Json:
         count, tokens = len(self.answerings), 0
         texts, reasons = [""] * count, [""] * count
-        scores: list[Json | None] = [None] * count
+        scores: list[list[TokenScore]] = [[] for _ in range(count)]
         for i, answering in enumerate(self.answerings):
             if self.echo:
                 texts[i] = self.decode(answering.job.prompt.ids.tolist())
             async for told in answering.events():
                 if isinstance(told, Piece):
                     texts[i] += told.text
+                    scores[i] += told.scores
                 elif isinstance(told, Ended):
                     reasons[i], tokens = told.reason, tokens + told.tokens
-                    if answering.job.sampling.logprobs is not None:
-                        scores[i] = logprobs(self.reply.kind, told.scores, lambda token: self.decode([token]))
                 elif isinstance(told, ApiError):
                     raise told
         self._count(tokens)
-        return self.reply.whole(texts, reasons, scores, usage(self.prompt_tokens, tokens), self.fedweave)
+        told_scores = [self._logprobs(i, scored) for i, scored in enumerate(scores)]
+        return self.reply.whole(texts, reasons, told_scores, usage(self.prompt_tokens, tokens), self.fedweave)
 
     async def chunks(self, include_usage: bool) -> AsyncIterator[str]:
         """Server-sent events; several prompts take turns as their text comes."""
-        tokens, waiting_for_text = 0, True
+        tokens, waiting_for_text, lengths = 0, True, [0] * len(self.answerings)
         for index in range(len(self.answerings)):
             routed: Json = {"fedweave": self.fedweave} if index == 0 else {}
             yield self.reply.chunk(index, "", first=True, extra=routed)
@@ -82,7 +86,9 @@ class Answers:
                 if waiting_for_text:
                     self.metrics.first.observe(time.monotonic() - self.started)
                     waiting_for_text = False
-                yield self.reply.chunk(index, told.text)
+                scores = self._logprobs(index, told.scores, lengths[index]) if told.scores else None
+                lengths[index] += sum(len(self.token_text(score.token)) for score in told.scores)
+                yield self.reply.chunk(index, told.text, logprobs=scores)
             elif isinstance(told, Ended):
                 tokens += told.tokens
                 yield self.reply.chunk(index, "", told.reason)
@@ -93,6 +99,12 @@ class Answers:
         if include_usage:
             yield self.reply.usage_chunk(usage(self.prompt_tokens, tokens))
         yield "data: [DONE]\n\n"
+
+    def _logprobs(self, index: int, scores: Sequence[TokenScore], start: int = 0) -> Json | None:
+        """Of an answer's tokens from the letter ``start`` on; None where nobody asked."""
+        if self.answerings[index].job.sampling.logprobs is None:
+            return None
+        return logprobs(self.reply.kind, scores, self.token_text, start)
 
     def cancel(self) -> None:
         for answering in self.answerings:

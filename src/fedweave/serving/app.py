@@ -69,17 +69,29 @@ class Api:
     async def respond(self, request: Request, kind: Literal["chat", "text"], body: CommonRequest) -> Response:
         started = time.monotonic()
         adapter = self.adapter(body.model)
-        sampling = body.sampling(self.limits.max_new_tokens)
+        passed = body.passed(await self.backend.passes())
+        sampling = body.sampling(self.limits.max_new_tokens, passed)
         prompts = await run_in_threadpool(self.encode, body)
         copies = body.n or 1
         if len(prompts) * copies > self.limits.max_batch:
             raise UserError(f"prompt, n: at most {self.limits.max_batch} answers to one request.")
         trim = kind == "chat"
-        jobs = [Job(p, sampling, adapter, body.routing, trim, number) for p in prompts for number in range(copies)]
+        jobs = [
+            Job(p, sampling, adapter, body.routing, trim, number, passed)
+            for p in prompts
+            for number in range(copies)
+        ]
         answerings = self.backend.submit(jobs)
         echo = isinstance(body, CompletionRequest) and bool(body.echo)
         answer = Answers(
-            self.metrics, Reply(kind, body.model), answerings, body.routing, started, self.decode, echo
+            self.metrics,
+            Reply(kind, body.model),
+            answerings,
+            body.routing,
+            started,
+            self.decode,
+            echo,
+            bool(body.return_tokens_as_token_ids),
         )
         try:
             await unless_gone(request, answer.begin())

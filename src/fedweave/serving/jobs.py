@@ -1,8 +1,8 @@
 """One prompt to answer, and what happens to it: the words in which the app and its backends talk."""
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import AsyncIterator, Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Protocol
 
 from fedweave.backbone.load import Backbone
@@ -40,6 +40,7 @@ class Job:
     routing: str = "sparse"
     trim: bool = True  # drop blanks around the answer
     number: int = 0  # tells the answers to one prompt apart, and their draws
+    passed: Mapping[str, object] = field(default_factory=dict)  # fields for an upstream alone
 
 
 @dataclass(frozen=True)
@@ -56,13 +57,13 @@ class Routed:
 @dataclass(frozen=True)
 class Piece:
     text: str
+    scores: Sequence[TokenScore] = ()  # of the tokens since the last piece, where they were asked for
 
 
 @dataclass(frozen=True)
 class Ended:
     reason: str  # stop or length
     tokens: int  # of the answer
-    scores: Sequence[TokenScore] = ()  # where they were asked for
 
 
 Event = Routed | Piece | Ended | ApiError  # the last: no answer, or no more of it
@@ -115,3 +116,6 @@ class Backend(Protocol):
 
     async def problem(self) -> str:
         """Why it cannot answer now; empty when it can."""
+
+    async def passes(self) -> Collection[str]:
+        """Names of fields that it hands on to another server, which knows what they mean."""

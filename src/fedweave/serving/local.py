@@ -11,7 +11,7 @@ import threading
 import time
 import traceback
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 from fedweave.inference.model import FedWeaveModel
 from fedweave.inference.rows import Row, RunningBatch
@@ -28,6 +28,7 @@ class LocalBackend:
         self._joining: list[Answering] = []  # taken from the queue, not yet in a row
         self._active: dict[Row, Answering] = {}
         self._started: dict[Row, float] = {}
+        self._scored: dict[Row, int] = {}  # log-probabilities that its client has
         self._mean_seconds = 1.0  # of an answer, a running mean
         self._wake = threading.Condition()
         self._stopping = False
@@ -58,6 +59,9 @@ class LocalBackend:
 
     async def problem(self) -> str:
         return "" if self._thread.is_alive() else "the model's thread has stopped"
+
+    async def passes(self) -> Collection[str]:
+        return ()
 
     def submit(self, jobs: Sequence[Job]) -> list[Answering]:
         answerings = [Answering(job, self._notify) for job in jobs]
@@ -99,10 +103,12 @@ class LocalBackend:
         self._joining = []
         for row, text in self.batch.advance(rows):
             answering = self._active[row]
-            if text:
-                answering.tell(Piece(text))
+            told = row.scores[self._scored[row] :]
+            self._scored[row] += len(told)
+            if text or told:
+                answering.tell(Piece(text, told))
             if row.ended:
-                answering.tell(Ended(row.ended, len(row.new), row.scores))
+                answering.tell(Ended(row.ended, len(row.new)))
                 self._mean_seconds += 0.1 * (time.monotonic() - self._started[row] - self._mean_seconds)
                 self._forget(row)
 
@@ -136,13 +142,13 @@ class LocalBackend:
                 expert, gates = experts.only(job.adapter)
                 told = Routed(expert, job.adapter)
             row = Row(self.model.backbone, job.prompt, gates, job.sampling, job.number, job.trim)
-            self._active[row], self._started[row] = answering, time.monotonic()
+            self._active[row], self._started[row], self._scored[row] = answering, time.monotonic(), 0
             answering.tell(told)
             rows.append(row)
         return rows
 
     def _forget(self, row: Row) -> None:
-        del self._active[row], self._started[row]
+        del self._active[row], self._started[row], self._scored[row]
 
     def _fail(self, message: str, status: int = 500) -> None:
         """Give up everything under way; what still waits goes on, unless the server stops."""
@@ -151,6 +157,7 @@ class LocalBackend:
         self._active.clear()
         self._joining = []
         self._started.clear()
+        self._scored.clear()
         self.batch = self._new_batch()
         for answering in lost:
             answering.tell(ApiError(status, message))

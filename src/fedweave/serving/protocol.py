@@ -3,7 +3,7 @@
 import json
 import time
 import uuid
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, Field
@@ -73,6 +73,9 @@ class CommonRequest(BaseModel):
     n: int | None = Field(1, ge=1)
     stream: bool | None = False
     stream_options: StreamOptions | None = None
+    return_tokens_as_token_ids: bool | None = (
+        False  # vLLM's: with logprobs, "token_id:7" in place of a token's text
+    )
     routing: str = "sparse"  # ours: sparse, soft, top2 …
 
     def limit(self) -> int | None:
@@ -82,17 +85,26 @@ class CommonRequest(BaseModel):
         """(how many likeliest tokens to tell of beside each token's log-probability, also of the prompt's)"""
         return None, False
 
-    def json_mode(self) -> bool:
-        kind = (self.response_format or {}).get("type", "text")
-        if kind not in ("text", "json_object"):
+    def passed(self, offered: Collection[str]) -> Json:
+        """Fields for an upstream that offers them: those unknown here, and forms of answers beyond ours."""
+        given = {name: value for name, value in (self.model_extra or {}).items() if name in offered}
+        if "response_format" in offered and self._form() not in ("text", "json_object"):
+            given["response_format"] = self.response_format
+        return given
+
+    def _form(self) -> object:
+        return (self.response_format or {}).get("type", "text")
+
+    def json_mode(self, passed: Collection[str]) -> bool:
+        kind = self._form()
+        if kind not in ("text", "json_object") and "response_format" not in passed:
             raise UserError(f"response_format: text and json_object are offered, not {kind!r}.")
         return kind == "json_object"
 
-    def sampling(self, longest: int) -> Sampling:
-        """How to answer; whatever is not offered is one sentence."""
-        check_fields(self.model_extra or {}, list(type(self).model_fields))
-        if self.scored()[0] is not None and self.stream:
-            raise UserError("logprobs: not offered in a stream; leave out stream.")
+    def sampling(self, longest: int, passed: Collection[str] = ()) -> Sampling:
+        """How to answer; whatever is not offered, nor ``passed`` on, is one sentence."""
+        unknown = {name: value for name, value in (self.model_extra or {}).items() if name not in passed}
+        check_fields(unknown, list(type(self).model_fields))
         active_experts(self.routing)
         asked = self.limit()
         if asked is not None and asked > longest:
@@ -108,7 +120,7 @@ class CommonRequest(BaseModel):
             "presence_penalty": self.presence_penalty,
             "stop_strings": stops,
             "stop_token_ids": self.stop_token_ids,
-            "json_object": self.json_mode(),
+            "json_object": self.json_mode(passed),
             "logprobs": self.scored()[0],
             "echo": self.scored()[1],
         }
@@ -188,7 +200,13 @@ class Reply:
         return self._envelope(kind, choices) | {"usage": usage, "fedweave": fedweave}
 
     def chunk(
-        self, index: int, text: str, reason: str | None = None, first: bool = False, extra: Json | None = None
+        self,
+        index: int,
+        text: str,
+        reason: str | None = None,
+        first: bool = False,
+        extra: Json | None = None,
+        logprobs: Json | None = None,
     ) -> str:
         """One event of a stream; the first of a chat names the role, the last the reason."""
         if self.kind == "chat":
@@ -196,7 +214,7 @@ class Reply:
             content: Json = {"delta": {} if reason else delta}
         else:
             content = {"text": text}
-        choice = {"index": index, "finish_reason": reason, "logprobs": None, **content}
+        choice = {"index": index, "finish_reason": reason, "logprobs": logprobs, **content}
         return event(self._envelope(self._chunk_kind, [choice]) | (extra or {}))
 
     def usage_chunk(self, usage: dict[str, int]) -> str:

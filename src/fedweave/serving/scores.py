@@ -7,8 +7,10 @@ from fedweave.inference.rows import TokenScore
 from fedweave.serving.protocol import Json
 
 
-def logprobs(kind: Literal["chat", "text"], scores: Sequence[TokenScore], text: Callable[[int], str]) -> Json:
-    """Of an answer's tokens, whose texts ``text`` gives."""
+def logprobs(
+    kind: Literal["chat", "text"], scores: Sequence[TokenScore], text: Callable[[int], str], start: int = 0
+) -> Json:
+    """Of an answer's tokens, whose texts ``text`` gives, after so many letters."""
     if kind == "chat":
         return {
             "content": [
@@ -18,7 +20,7 @@ def logprobs(kind: Literal["chat", "text"], scores: Sequence[TokenScore], text: 
             ]
         }
     tokens = [text(score.token) for score in scores]
-    offsets = [0]
+    offsets = [start]
     for token in tokens:
         offsets.append(offsets[-1] + len(token))
     return {

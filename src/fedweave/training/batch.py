@@ -50,6 +50,7 @@ class Lane:
     key: tuple[int | str, ...]  # names this job for dropout
     trainable: torch.Tensor | None = None  # [P] bool; None trains all columns
     gates: torch.Tensor | None = None  # [n, M] of every example, where no router makes them
+    opened: torch.Tensor | None = None  # [M] bool: where no other expert's gate ever opens; None: any may
     even: bool = False  # every example of a step counts alike, whatever its answer's length
 
     def examples(self, step: int) -> list[Encoded]:

@@ -7,7 +7,6 @@ would only take memory and time. A lane without them learns the same.
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
-import numpy as np
 import torch
 
 from fedweave.experts.layout import AdapterLayout
@@ -21,7 +20,7 @@ class Narrow:
 
     def __init__(self, layout: AdapterLayout, lanes: Sequence[Lane]):
         self.wide = layout
-        opened = [_opened(lane) for lane in lanes]  # [M] each
+        opened = [lane.opened for lane in lanes if lane.opened is not None]  # [M] each
         most = max(int(own.sum()) for own in opened)
         # a power of two, so that a trainer and what it has recorded last although rounds differ
         self.layout = layout.narrow(min(layout.experts, power_of_two(max(1, most))))
@@ -32,6 +31,7 @@ class Narrow:
                 theta=lane.theta[columns],
                 gates=lane.gates[:, kept] if lane.gates is not None else None,
                 trainable=None if lane.trainable is None else lane.trainable.to(columns.device)[columns],
+                opened=None,
             )
             for lane, (kept, columns) in zip(lanes, self._columns, strict=True)
         ]
@@ -53,14 +53,7 @@ class Narrow:
 
 def narrowed(layout: AdapterLayout, lanes: Sequence[Lane]) -> Narrow | None:
     """None where nothing can be left out: a router opens every expert, and so may a client's examples."""
-    if layout.experts == 1 or any(lane.gates is None for lane in lanes):
+    if layout.experts == 1 or any(lane.opened is None for lane in lanes):
         return None
     narrow = Narrow(layout, lanes)
     return narrow if narrow.layout.experts < layout.experts else None
-
-
-def _opened(lane: Lane) -> torch.Tensor:
-    """[M] whether any example that the lane reads uses the expert."""
-    assert lane.gates is not None
-    rows = np.unique(np.concatenate(lane.schedule)) if lane.schedule else np.empty(0, dtype=int)
-    return (lane.gates[rows] != 0).any(0).cpu()
