@@ -15,10 +15,9 @@ def life_table(finished: Sequence[tuple[Cell, Summary]], folders: Sequence[Path]
     """Markdown, a row for every cell over its seeds; nothing where no run changed."""
     rows: dict[str, list[dict[str, float]]] = {}
     for (cell, summary), folder in zip(finished, folders, strict=True):
-        run = read_run(folder)
-        if run.config.data.changes:
+        if cell.config.data.changes:
             title = ", ".join(str(value) for key, value in cell.values.items() if key != "seed")
-            rows.setdefault(title, []).append(figures(run, summary))
+            rows.setdefault(title, []).append(figures(read_run(folder), summary))
     if not rows:
         return ""
     names = list(dict.fromkeys(name for found in rows.values() for one in found for name in one))
