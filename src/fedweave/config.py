@@ -15,6 +15,7 @@ from fedweave.config_method import (
     AlignmentConfig,
     DiscoveryConfig,
     ExpertsConfig,
+    LivingConfig,
     PrivacyConfig,
     RouterConfig,
     TrainingConfig,
@@ -29,6 +30,7 @@ __all__ = [
     "AlignmentConfig",
     "DiscoveryConfig",
     "ExpertsConfig",
+    "LivingConfig",
     "PrivacyConfig",
     "RouterConfig",
     "TrainingConfig",
@@ -118,6 +120,11 @@ class DataConfig:
     )
     long_answers: Literal["error", "skip"] = setting(
         "error", "What to do with a row whose answer leaves no room for its prompt."
+    )
+    changes: tuple[str, ...] = setting(
+        (),
+        "Who gains or loses a kind of rows before which round (sample, paper and tasks), as in ['10: client_0, "
+        "client_1 gain sum', '12: all lose mood']; docs/living.md.",
     )
 
 
@@ -252,6 +259,7 @@ class Config:
     discovery: DiscoveryConfig = field(default_factory=DiscoveryConfig)
     alignment: AlignmentConfig = field(default_factory=AlignmentConfig)
     training: TrainingConfig = field(default_factory=TrainingConfig)
+    living: LivingConfig = field(default_factory=LivingConfig)
     federation: FederationConfig = field(default_factory=FederationConfig)
     privacy: PrivacyConfig = field(default_factory=PrivacyConfig)
     evaluation: EvaluationConfig = field(default_factory=EvaluationConfig)

@@ -1,4 +1,4 @@
-"""The settings of the method itself: experts, router, discovery, alignment and training."""
+"""The settings of the method itself: experts, router, discovery, alignment, training and living on."""
 
 from dataclasses import dataclass, field
 from typing import Literal
@@ -197,4 +197,31 @@ class TrainingConfig:
         True,
         "On CUDA, record a training step once and replay it where launching its kernels would take longer than "
         "running them; false for debugging.",
+    )
+
+
+@dataclass(frozen=True)
+class LivingConfig:
+    """Data that change between rounds, and experts that open for them (docs/living.md)."""
+
+    notice: Literal["off", "open", "ask"] = setting(
+        "off",
+        "What becomes of rows whose kind no expert knows. off: they join the nearest expert; open: a new one "
+        "opens; ask: they are kept apart until the run is resumed with open.",
+    )
+    alarms: float = setting(
+        0.05,
+        "Share of the buckets of known kinds that may be taken for a new one; n aligned buckets can promise no "
+        "less than 1 in n + 1.",
+        low=1e-6,
+        high=0.5,
+    )
+    merge: bool = setting(
+        False, "Make one of two experts that have become alike, where one of them opened in mid-run."
+    )
+    retire: int = setting(
+        0, "Rounds after which an expert that nobody feeds closes; 0: it stays, as it is, for good.", low=0
+    )
+    least: int = setting(
+        16, "New rows that a client waits for before it forms buckets of them, and that a new expert needs.", low=2
     )

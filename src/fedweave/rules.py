@@ -20,6 +20,8 @@ def check_together(config: Config) -> None:
         raise UserError("data.source=tasks needs data.path: a folder with tasks.jsonl and files of rows.")
     if data.wording == "varied" and data.source not in ("paper", "tasks"):
         raise UserError(f"data.wording=varied needs data.source=paper or tasks, not {data.source}.")
+    if data.changes and data.source not in ("sample", "paper", "tasks"):
+        raise UserError(f"data.changes needs data.source=sample, paper or tasks, not {data.source}.")
     if config.init and config.engine == "flower":
         raise UserError("init starts federations of this process only; use engine=in-process.")
     if data.source in ("sample", "sites") and data.path:
@@ -79,6 +81,7 @@ def _check_private(config: Config) -> None:
             aligned and router.familiar < 1,
             "needs router.familiar=1: sums of features would leave the clients",
         ),
+        (_lives(config), "plans for data that stay as they are; leave data.changes empty and living.notice=off"),
         (
             config.data.source == "sites" and bool(config.federation.repeats),
             "needs federation.repeats=0: a round that is asked twice is spent twice",
@@ -86,6 +89,11 @@ def _check_private(config: Config) -> None:
     ):
         if broken:
             raise UserError(f"privacy.level={level} {sentence}.")
+
+
+def _lives(config: Config) -> bool:
+    """Whether rows may change between rounds."""
+    return bool(config.data.changes) or config.living.notice != "off"
 
 
 def _check_masked(config: Config) -> None:
@@ -105,6 +113,7 @@ def _check_masked(config: Config) -> None:
         (federation.quarantine > 0, "hides who pulls against the others; set federation.quarantine=0"),
         (federation.update_dtype != "float32", "has its own encoding; set federation.update_dtype=float32"),
         (config.experts.labels == "router", "does not hide each bucket's expert; set experts.labels=buckets"),
+        (_lives(config), "sums over clients that stay as they are; leave data.changes empty and living.notice=off"),
         (clients < 3, "needs three clients in every round: a sum of two tells each of the other"),
     ):
         if broken:

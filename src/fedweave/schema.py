@@ -78,6 +78,12 @@ class AlignmentReport(TypedDict):
     signature_distance: NotRequired[list[list[float]] | None]  # None: too many buckets to read
     preparation_bytes: NotRequired[dict[str, Traffic]]
     join_distance: NotRequired[float]
+    own_distances: NotRequired[list[float]]  # of every bucket to the others of its expert, ascending
+    halfway: NotRequired[float]  # from an expert's own buckets to the next expert's; 0 with one expert
+    signed_buckets: NotRequired[list[int]]  # behind the mean signature of every expert
+    born: NotRequired[list[int]]  # the round before which every expert opened; 0: at alignment
+    idle: NotRequired[list[int]]  # rounds since somebody fed every expert
+    asked: NotRequired[dict[str, list[int]]]  # client -> sizes of its buckets that the operator was told of
 
 
 class LabelRecord(TypedDict):
@@ -104,61 +110,6 @@ class PromptMap(TypedDict):
     experts: list[int]
     tasks: list[str]
 
-
-# -------------------------------------------------------------------------------------- metrics.jsonl
-
-
-class Refusal(TypedDict):
-    client: str
-    reason: str
-
-
-class RoundFigures(TypedDict):
-    train_loss: float | None  # None: under differential privacy nobody tells
-    tokens: int
-    participants: list[str]
-    refused: list[Refusal]
-    clipped: list[str]
-    bytes_up: dict[str, int]  # by client
-    bytes_down: int  # to each participant
-    client_losses: dict[str, float]
-    agreement: dict[str, float | None]  # cosine of a client's update with the others'
-    epsilon: NotRequired[float]  # spent so far, where there is differential privacy
-
-
-class RoundEvent(RoundFigures):
-    event: Literal["round"]
-    round: int
-
-
-class ValidationFigures(TypedDict):
-    """``tasks`` to ``scores`` where the validation set is here, ``sites`` where every site has its own."""
-
-    loss: float  # over all examples
-    router_entropy: float | None
-    tasks: NotRequired[ByTask]
-    expert_load: NotRequired[list[float]]  # share of prompts that sparse routing sends to each
-    expert_weight: NotRequired[list[float]]  # mean router weight of each
-    scores: NotRequired[ByTask]
-    sites: NotRequired[dict[str, float]]  # none: nobody measured, and ``loss`` only counts rounds down
-
-
-class ValidationEvent(ValidationFigures):
-    event: Literal["validation"]
-    round: int
-
-
-class SetbackEvent(TypedDict):
-    """No better loss for ``training.patience`` rounds: back to the best state, or the end."""
-
-    event: Literal["setback"]
-    round: int  # after which that was noticed
-    best_round: int
-    pace: float  # share of the learning rates from here on
-    ended: bool
-
-
-Event = RoundEvent | ValidationEvent | SetbackEvent
 
 # -------------------------------------------------------------------------------------- progress.json
 
@@ -248,6 +199,8 @@ class Communication(TypedDict):
     rounds_down: int
     per_client_and_round_up: int
     per_client_and_round_down: int
+    changes_up: NotRequired[int]  # between rounds, where data changed
+    changes_down: NotRequired[int]
 
 
 class Environment(TypedDict):
@@ -329,6 +282,15 @@ class RouterShape(TypedDict):
     axes: NotRequired[int]
 
 
+class KeptFacts(TypedDict):
+    """A KeptSignatures without its tensor."""
+
+    own: list[float]
+    halfway: float
+    buckets: list[int]
+    made: dict[str, float]
+
+
 class Description(TypedDict):
     """fedweave.json of a bundle: what loading needs and the tensors do not say."""
 
@@ -347,4 +309,5 @@ class Description(TypedDict):
     router: RouterShape | None
     shares: list[float]  # how much each router counts
     feature: str
+    kept: NotRequired[KeptFacts]  # beside signatures.safetensors, where the run has kept signatures
     files: dict[str, str]  # name -> SHA-256; empty until all files are there

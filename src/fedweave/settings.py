@@ -151,6 +151,7 @@ def _convert(value: object, hint: object, key: str, limits: Limits) -> object:
     """Coerce one value to its declared type, or say in one sentence why not."""
     origin, args = typing.get_origin(hint), typing.get_args(hint)
     if origin is Literal:
+        value = "off" if value is False and "off" in args else value  # YAML reads a bare off as false
         if value not in args:
             raise UserError(f"{key}={value!r} is not allowed: {nearest(str(value), [str(a) for a in args])}")
         return value

@@ -187,8 +187,8 @@ def test_commas_make_axes_and_single_values_settings(tmp_path):
 def test_packaged_comparisons_are_valid_and_open_with_their_command(name, tmp_path):
     from fedweave.compare.grid import COMPARISONS
 
-    assert cells(load_comparison(name, ["data.path=DATA"], None), tmp_path)
     first, second = (COMPARISONS / f"{name}.yaml").read_text().splitlines()[:2]
+    assert cells(load_comparison(name, ["data.path=DATA"] if "DATA" in first else [], None), tmp_path)
     assert first.startswith(f"# fedweave compare {name}") and len(second) > 10
 
 

@@ -128,3 +128,51 @@ def test_clients_that_warm_up_together_do_as_each_would_alone():
     alone = torch.cat([warm_start_clients(layout, phi, [pupil], settings, "own") for pupil in pupils])
     torch.testing.assert_close(together, alone, atol=1e-5, rtol=1e-4)
     assert together.abs().max() > 1e-3
+
+
+# -------------------------------------------------------------------------------------- growing
+
+
+def test_a_grown_router_forgets_nothing():
+    layout = RouterLayout(6, 10, 3)
+    phi, features = layout.initial(0), torch.randn(50, 6)
+    wide, grown = layout.grown(phi, 2)
+    before, after = (r.logits(r.views(p[None]), features[None])[0] for r, p in ((layout, phi), (wide, grown)))
+    assert wide.experts == 5
+    torch.testing.assert_close(after[:, :3], before)
+    assert not after[:, 3:].any()
+    assert len(wide.outputs(3)) == 2 * 11 and len(wide.outputs(0)) == 5 * 11
+    kept = torch.ones(wide.size, dtype=torch.bool)
+    kept[wide.outputs(3)] = False
+    assert torch.equal(grown[kept], phi), "what was there is there to the bit"
+
+
+def test_only_new_outputs_learn_and_they_learn_the_new_kind():
+    """One client has an old kind and the new one, another only old ones; both teach, and old outputs stay as they
+    are to the bit."""
+    generator = torch.Generator().manual_seed(0)
+    layout = RouterLayout(8, 32, 2)
+    centres = 3 * torch.eye(8)[:3]
+
+    def rows(kind: int) -> torch.Tensor:
+        return centres[kind] + 0.3 * torch.randn(40, 8, generator=generator)
+
+    labels = [torch.full((40,), kind) for kind in range(3)]
+    old = LabelledFeatures(torch.cat([rows(0), rows(1)]), torch.cat(labels[:2]), (0,))
+    phi = layout.initial(0)
+    phi = phi + warm_start_clients(layout, phi, [old], WarmStartConfig(steps=100, lr=1e-2), "all")[0]
+    wide, grown = layout.grown(phi, 1)
+    taught = [
+        LabelledFeatures(torch.cat([rows(0), rows(2)]), torch.cat([labels[0], labels[2]]), (1,)),
+        LabelledFeatures(torch.cat([rows(0), rows(1)]), torch.cat(labels[:2]), (2,)),
+    ]
+    after = grown
+    for _ in range(5):
+        after = after + warm_start_clients(wide, after, taught, WarmStartConfig(steps=30, lr=1e-2), "own", 2).mean(
+            0
+        )
+    kept = torch.ones(wide.size, dtype=torch.bool)
+    kept[wide.outputs(2)] = False
+    assert torch.equal(after[kept], grown[kept]) and not torch.equal(after, grown)
+    for kind in range(3):
+        assert (wide.choose(after, rows(kind)) == kind).float().mean() > 0.9

@@ -45,6 +45,41 @@ def test_the_bundle_is_not_needed_once_the_run_has_begun(first, tmp_path, small)
     assert main(["resume", str(second), "training.rounds=2", "--quiet"]) == 0
 
 
+LIVING = ["living.notice=open", "living.least=8", "discovery.warmup_steps=6", "discovery.warmup_lr=1e-2"]
+
+
+@pytest.fixture(scope="module")
+def knowing(tiny_run, tmp_path_factory):
+    """A bundle of three kinds that has kept its signatures."""
+    folder = tmp_path_factory.mktemp("knowing") / "bundle"
+    export_run(tiny_run(*LIVING, "data.train=40", "data.tasks=[edit,mood,choice]"), folder)
+    return folder
+
+
+def test_a_kind_that_the_bundle_has_never_seen_opens_an_expert(knowing, tmp_path, small):
+    run = tmp_path / "run"
+    options = [*small, *LIVING, f"init={knowing}", "data.train=40", "data.tasks=[edit,sum]", "training.rounds=1"]
+    assert main(["run", "quickstart", *options, f"output={run}", "--quiet"]) == 0
+    old, new = load(knowing), load(run)
+    known, experts = old.mixture.layout.experts, new.mixture.layout.experts
+    discovery = read_json(run / "discovery.json")
+    assert experts > known and discovery["experts"] == experts
+    owners = {
+        task: {m for name, tasks in discovery["bucket_tasks"].items() for m, own in
+               zip(discovery["clients"][name]["experts"], tasks, strict=True) if max(own, key=own.get) == task}
+        for task in ("edit", "sum")
+    }  # fmt: skip
+    assert max(owners["sum"]) >= known, "sums have an expert of their own"
+    assert main(["resume", str(run), "training.rounds=2", "--quiet"]) == 0
+
+
+def test_signatures_that_cannot_be_compared_are_one_sentence(first, knowing, tmp_path, small, complains):
+    options = [*small, *LIVING, f"output={tmp_path / 'run'}", "--quiet"]
+    assert "has no signatures to tell new kinds from" in complains("run", "quickstart", *options, f"init={first}")
+    other = [*options, f"init={knowing}", "discovery.warmup_steps=3"]
+    assert "set discovery.warmup_steps=6" in complains("run", "quickstart", *other)
+
+
 @pytest.mark.parametrize(
     ("setting", "message"),
     [

@@ -10,9 +10,9 @@ from fedweave.analysis.budget import Budget, loading_memory, predict, training_m
 from fedweave.analysis.shapes import ModelShape, model_shape
 from fedweave.config import Config
 from fedweave.errors import UserError
+from fedweave.events import RoundEvent
 from fedweave.methods import method_class
 from fedweave.runs.reading import RunRecord
-from fedweave.schema import RoundEvent
 from fedweave.training.memory import cpu_tokens
 
 FLOP_PER_PARAMETER = 4  # forward 2, backward through frozen weights 2

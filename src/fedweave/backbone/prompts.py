@@ -51,6 +51,11 @@ class Encoded:
     ids: np.ndarray  # [p + a] prompt and answer
     answer_start: int
 
+    @property
+    def key(self) -> tuple[bytes, int]:
+        """The same for the same row."""
+        return self.ids.tobytes(), self.answer_start
+
 
 class LongAnswer(UserError):
     """The answer leaves no room for its prompt."""

@@ -4,13 +4,15 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from fedweave.alignment.kept import KeptSignatures
 from fedweave.backbone.catalog import public_name
 from fedweave.backbone.prompts import PromptFormat
 from fedweave.config import Config
 from fedweave.description.record import Experts, title
 from fedweave.description.text import short
+from fedweave.events import ValidationEvent
 from fedweave.inference.model import FedWeaveModel
-from fedweave.schema import Description, Summary, ValidationEvent
+from fedweave.schema import Description, Summary
 
 _VLLM_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # what --max-lora-rank may be
 
@@ -25,6 +27,7 @@ class Origin:
     summary: Summary | None  # None until the run has ended
     validation: ValidationEvent | None  # of that round, where one was measured
     base: str  # what others call the backbone
+    kept: KeptSignatures | None = None  # where the run has any
 
 
 def base_model(description: Description) -> str:

@@ -5,6 +5,7 @@ DIR/README.md                  model card
     tokenizer.json, chat_template.jinja …      the tokenizer, with a template that renders prompts as training did
     fedweave.json              what the router needs to know, and a checksum of every file but the card
     router.safetensors
+    signatures.safetensors     of the experts' buckets, where the run has kept them (docs/living.md)
     expert_0/adapter_config.json, adapter_model.safetensors      loads with plain PEFT and vLLM; the tokenizer, too
     expert_1/…
 
@@ -35,6 +36,7 @@ from fedweave.schema import Description, RouterShape
 from fedweave.settings import to_tree
 
 SCHEMA = 1
+SIGNATURES = "signatures.safetensors"
 
 
 def write_bundle(target: Path, model: FedWeaveModel, origin: Origin, told: Experts | None = None) -> Description:
@@ -49,6 +51,11 @@ def write_bundle(target: Path, model: FedWeaveModel, origin: Origin, told: Exper
             for file in tokenizer:  # for programs that know this folder alone
                 _name_again(file, partial / name / file.name)
         _write_router(partial, model)
+        if (kept := origin.kept) is not None:
+            save_file({"signatures": kept.means.cpu().contiguous()}, partial / SIGNATURES)
+            description["kept"] = {
+                "own": kept.own, "halfway": kept.halfway, "buckets": kept.buckets, "made": kept.made
+            }  # fmt: skip
         if told is not None:
             write_experts(partial, told)
         files = sorted(path for path in partial.rglob("*") if path.is_file())

@@ -5,9 +5,11 @@ from pathlib import Path
 
 import torch
 
+from fedweave.alignment.kept import KeptSignatures
 from fedweave.backbone.catalog import other_weights
 from fedweave.backbone.load import Backbone, load_backbone
 from fedweave.bundle.adapter import read_adapter, read_tensors, take
+from fedweave.bundle.export import SIGNATURES
 from fedweave.config import BackboneConfig
 from fedweave.errors import UserError
 from fedweave.experts.layout import AdapterLayout
@@ -53,6 +55,13 @@ def verify_bundle(folder: Path) -> Description:
         if found != listed[name]:
             raise UserError(f"the bundle {folder} is damaged: {name} is not what was exported.")
     return description
+
+
+def read_kept(folder: Path, description: Description) -> KeptSignatures | None:
+    """The signatures of a verified bundle, if it has any."""
+    if (facts := description.get("kept")) is None:
+        return None
+    return KeptSignatures(read_tensors(folder / SIGNATURES)["signatures"], **facts)
 
 
 def bundle_backbone(

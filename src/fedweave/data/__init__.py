@@ -6,6 +6,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from fedweave.config import Config
+from fedweave.data.changes import courses, hold_back, read_changes
 from fedweave.data.examples import Example, FederatedData, Task
 from fedweave.data.files import find_path
 from fedweave.data.folder import TaskFolder, load_task_folder
@@ -55,13 +56,19 @@ def _deal(config: Config, found: TaskFolder, notes: list[str]) -> FederatedData:
     """Split every task, and give the training rows to clients that differ in kinds."""
     data = config.data
     splits = split_pools(found.pools, data, config.seed)
-    train = by_kind(row for parts in splits.values() for row in parts["train"])
+    names, rows = client_names(data.clients), [row for parts in splits.values() for row in parts["train"]]
+    changes = read_changes(
+        data.changes, names, list(dict.fromkeys(n for row in rows for n in (row.task, row.kind)))
+    )
+    rows, later = hold_back(changes, rows, config.seed)
+    train = by_kind(rows)
     if data.partition == "pure":
         shares = pure_partition(train, data.clients, config.seed)
     else:
         shares = dirichlet_partition(train, data.clients, data.alpha, config.seed)
+    over_time = courses(dict(zip(names, shares, strict=True)), changes, later)
     return FederatedData(
-        clients=dict(zip(client_names(data.clients), shares, strict=True)),
+        clients={name: [course.rows[i] for i in course.here[0]] for name, course in over_time.items()},
         validation=[e for parts in splits.values() for e in parts["validation"]],
         test=[e for parts in splits.values() for e in parts["test"]],
         tasks={name: found.tasks[name] for name in found.pools},
@@ -72,6 +79,7 @@ def _deal(config: Config, found: TaskFolder, notes: list[str]) -> FederatedData:
             for row in draw(pool, t, data.distinct, config.seed)[: data.test]
         ],
         notes=notes,
+        courses={name: course for name, course in over_time.items() if len(course.here) > 1},
     )
 
 
@@ -94,9 +102,11 @@ def _manifest(config: Config, data: FederatedData) -> Manifest:
 
 def _fingerprint(data: FederatedData) -> DataFingerprint:
     rows = {name: [(e.prompt, e.response) for e in rows] for name, rows in data.clients.items()}
+    later = {name: (c.here, [(e.prompt, e.response) for e in c.rows]) for name, c in data.courses.items()}
     everything = [*(e for rows in data.clients.values() for e in rows), *data.validation, *data.test, *data.unseen]
+    everything += [e for course in data.courses.values() for e in course.rows]
     return {
-        "clients": _hash(rows.items()),
+        "clients": _hash([*rows.items(), *later.items()]),
         "validation": _hash((e.prompt, e.response) for e in data.validation),
         "test": _hash((e.prompt, e.response) for e in data.test),
         "unseen": _hash((e.prompt, e.response) for e in data.unseen),

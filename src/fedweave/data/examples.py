@@ -44,6 +44,18 @@ class Task:
 
 
 @dataclass
+class Course:
+    """A client's rows over the rounds."""
+
+    rows: list[Example]  # all that it ever has; those of the beginning first, then as they come
+    here: dict[int, list[int]] = field(default_factory=dict)  # round of a change -> places of the rows from it on
+
+    def last(self, t: int) -> int:
+        """The round before which the last change up to round t (counted from 0) happened; 0: none so far."""
+        return max(number for number in self.here if number <= t + 1)
+
+
+@dataclass
 class FederatedData:
     """Everything a run trains and tests on."""
 
@@ -54,6 +66,7 @@ class FederatedData:
     unseen: list[Example] = field(default_factory=list)  # a second test set
     unseen_tasks: dict[str, Task] = field(default_factory=dict)  # those of it, which nobody trains on
     notes: list[str] = field(default_factory=list)  # remarks that belong beside every result
+    courses: dict[str, Course] = field(default_factory=dict)  # clients whose rows change over the rounds
     manifest: Manifest = field(init=False, repr=False, compare=False)  # where all of it came from
 
     def sizes(self) -> dict[str, int]:
@@ -61,5 +74,6 @@ class FederatedData:
 
     def kinds(self) -> list[str]:
         """What an upper bound is told of an example: one of these."""
-        rows = [self.validation, self.test, *self.clients.values()]
+        later = [course.rows for course in self.courses.values()]
+        rows = [self.validation, self.test, *self.clients.values(), *later]
         return list(dict.fromkeys(e.kind for part in rows for e in part))

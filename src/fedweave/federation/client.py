@@ -3,9 +3,9 @@
 The client itself may be anywhere; a ``Member`` is what the server knows of it.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -35,6 +35,15 @@ class Distant:
     def __len__(self) -> int:
         """|D_i|: the examples that take part; before alignment nobody knows which."""
         return sum(n for n, m in zip(self.sizes, self.assignment, strict=False) if m >= 0) or sum(self.sizes)
+
+    @property
+    def takes_part(self) -> bool:
+        """Whether it has examples for an expert; before alignment everybody may."""
+        return not self.assignment or any(n and m >= 0 for n, m in zip(self.sizes, self.assignment, strict=True))
+
+    def regroup(self, sizes: list[int], experts: list[int]) -> None:
+        """Its rows have changed: the buckets that it has now, and their experts."""
+        self.sizes, self.assignment = sizes, experts
 
     def record(self) -> dict[str, Any]:
         """What a checkpoint keeps of it."""
@@ -94,6 +103,15 @@ class Memory:
         )
 
 
+class Feed(Protocol):
+    """Where a client's rows come from when they change between rounds."""
+
+    def version(self, t: int) -> int:
+        """Which rows it has in round t; 0 are those of the beginning."""
+
+    def data(self, version: int) -> ClientData: ...
+
+
 @dataclass
 class Client:
     """Client i itself. ``buckets`` come from discovery, ``assignment`` a(i,·) from alignment."""
@@ -101,12 +119,15 @@ class Client:
     index: int
     data: ClientData
     buckets: list[np.ndarray] = field(default_factory=list)
-    assignment: list[int] = field(default_factory=list)
+    assignment: list[int] = field(default_factory=list)  # -1: a bucket that no expert serves takes no part
     note: str = ""
     memory: Memory = field(default_factory=Memory)
     held: ClientData | None = None  # what a site validates on
     party: Party | None = None  # its part in a masked sum
     secret: int = 0  # of its noise, another for every question; a simulation has nobody to hide it from
+    feed: Feed | None = None  # None: its rows never change
+    version: int = 0  # of its rows
+    waiting: np.ndarray = field(default_factory=lambda: np.empty(0, dtype=int))  # rows that no bucket has yet
 
     @property
     def name(self) -> str:
@@ -116,26 +137,91 @@ class Client:
     def sizes(self) -> list[int]:
         return [len(bucket) for bucket in self.buckets]
 
+    @property
+    def served(self) -> list[np.ndarray]:
+        """The buckets that have an expert; all of them before alignment."""
+        return [b for b, m in zip(self.buckets, self.assignment or [0] * len(self.buckets), strict=True) if m >= 0]
+
+    @property
+    def rows(self) -> np.ndarray:
+        """The rows that have an expert, ascending."""
+        return np.sort(np.concatenate(self.served))
+
+    @property
+    def takes_part(self) -> bool:
+        return not self.assignment or any(len(bucket) for bucket in self.served)
+
     def learn(self, sizes: list[int], note: str) -> None:
         self.note = note  # its buckets are its own
 
+    def regroup(self, sizes: list[int], experts: list[int]) -> None:
+        self.assignment = experts
+
     def __len__(self) -> int:
-        return sum(self.sizes) or len(self.data)  # a bucket that no expert serves takes no part
+        return sum(map(len, self.served)) or len(self.data)
 
     def record(self) -> dict[str, Any]:
         buckets = [bucket.tolist() for bucket in self.buckets]
-        return {"name": self.name, "buckets": buckets, "assignment": self.assignment, "note": self.note}
+        record = {"name": self.name, "buckets": buckets, "assignment": self.assignment, "note": self.note}
+        return record | ({"version": self.version, "waiting": self.waiting.tolist()} if self.version else {})
 
     def restore(self, record: Mapping[str, Any]) -> None:
+        self.version = record.get("version", 0)
+        if self.feed is not None:
+            self.data = self.feed.data(self.version)
         self.buckets = [np.array(bucket, dtype=int) for bucket in record["buckets"]]
         self.assignment, self.note = record["assignment"], record["note"]
+        self.waiting = np.array(record.get("waiting", []), dtype=int)
+
+    def catch_up(self, t: int) -> tuple[int, int]:
+        """Take the rows of round t: those that are gone leave their buckets, new ones wait. (Rows that came, rows
+        that went.)"""
+        if self.feed is None or (version := self.feed.version(t)) == self.version:
+            return 0, 0
+        before, self.version, self.data = self.data, version, self.feed.data(version)
+        places: dict[tuple[bytes, int], list[int]] = {}
+        for i, example in enumerate(self.data.examples):
+            places.setdefault(example.key, []).append(i)
+        moved = np.full(len(before), -1)  # old place -> new place
+        for i, example in enumerate(before.examples):
+            if left := places.get(example.key):
+                moved[i] = left.pop(0)
+        self.buckets = [_still_there(moved, bucket) for bucket in self.buckets]
+        new = np.setdiff1d(np.arange(len(self.data)), moved)
+        self.waiting = np.sort(np.concatenate([_still_there(moved, self.waiting), new]))
+        return len(new), int((moved < 0).sum())
+
+    def dissolve(self, first: int) -> None:
+        """The rows of buckets ``first``, ``first`` + 1, … wait again."""
+        self.waiting = np.sort(np.concatenate([self.waiting, *self.buckets[first:]]))
+        self.buckets = self.buckets[:first]
+
+    def join_buckets(self) -> None:
+        """Buckets of one expert become one, so that years of new rows do not become a thousand buckets."""
+        experts = list(dict.fromkeys(self.assignment))
+        owner = np.array(self.assignment)
+        self.buckets = [np.concatenate([self.buckets[c] for c in np.flatnonzero(owner == m)]) for m in experts]
+        self.assignment = experts
 
     def example_experts(self) -> torch.Tensor:
-        """a(i,c) of every example's bucket, [n]."""
+        """a(i,c) of every example's bucket, [n]; 0 where it has none, since nothing is drawn from there."""
         labels = torch.zeros(len(self.data), dtype=torch.long)
         for bucket, m in zip(self.buckets, self.assignment, strict=True):
-            labels[bucket] = m
+            labels[bucket] = max(m, 0)
         return labels
 
 
+def _still_there(moved: np.ndarray, rows: np.ndarray) -> np.ndarray:
+    return moved[rows][moved[rows] >= 0]
+
+
 Member = Client | Distant  # what the server knows of client i, wherever it runs
+
+
+def examples_of(members: Sequence[Member], experts: int) -> list[int]:
+    """[M] the examples of every expert."""
+    fed = [0] * experts
+    for member in members:
+        for size, m in zip(member.sizes, member.assignment, strict=True):
+            fed[m] += size if m >= 0 else 0
+    return fed

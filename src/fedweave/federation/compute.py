@@ -125,18 +125,21 @@ class Compute:
         return last
 
 
+Unit = tuple[int, int]  # a client's index, and one of its buckets
+
+
 class VectorBuffer:
-    """Float32 vectors of one length, several for each client, that are kept between two steps."""
+    """Float32 vectors of one length, one for each bucket of a client, that are kept between two steps."""
 
     def __init__(self, width: int):
         self.width, self.count = width, 0
-        self._rows: dict[int, list[int]] = {}  # client -> where its vectors lie
+        self._rows: dict[Unit, int] = {}  # where vectors lie
         self._file = tempfile.SpooledTemporaryFile(_IN_MEMORY)  # noqa: SIM115 - lives as long as the buffer
 
-    def __contains__(self, client: int) -> bool:
-        return client in self._rows
+    def __contains__(self, unit: Unit) -> bool:
+        return unit in self._rows
 
-    def append(self, client: int, vector: torch.Tensor) -> None:
+    def append(self, unit: Unit, vector: torch.Tensor) -> None:
         """vector [width]"""
         try:
             self._file.seek(4 * self.width * self.count)
@@ -146,13 +149,9 @@ class VectorBuffer:
                 f"warmup adapters do not fit into {tempfile.gettempdir()} ({error.strerror}); set TMPDIR to a "
                 "folder with more space."
             ) from error
-        self._rows.setdefault(client, []).append(self.count)
+        self._rows[unit] = self.count
         self.count += 1
 
-    def read(self, client: int) -> list[torch.Tensor]:
-        """A client's vectors in the order in which they came."""
-        return [self._row(row) for row in self._rows[client]]
-
-    def _row(self, row: int) -> torch.Tensor:
-        self._file.seek(4 * self.width * row)
+    def read(self, unit: Unit) -> torch.Tensor:
+        self._file.seek(4 * self.width * self._rows[unit])
         return torch.from_numpy(np.frombuffer(self._file.read(4 * self.width), dtype=np.float32).copy())

@@ -19,9 +19,12 @@ from fedweave.config import Config
 from fedweave.discovery.clusterers import Buckets
 from fedweave.errors import UserError
 from fedweave.experts.layout import AdapterLayout
+from fedweave.federation.admission import Receipts
 from fedweave.federation.client import Client, Member
 from fedweave.federation.compute import Compute
 from fedweave.federation.evaluate import Evaluate
+from fedweave.federation.message import Message
+from fedweave.federation.news import Change, News, into_the_nearest
 from fedweave.federation.private import shielded
 from fedweave.federation.state import Broadcast, ServerState
 from fedweave.federation.steps import Step
@@ -78,9 +81,12 @@ class Method(ABC):
     own_routing = "sparse"  # how the method means its experts to be used at inference
     trains_router = True  # False: the router of a method with experts stays as it was prepared, and sends nothing
     discovers = False  # whether clients sign their units before round 1, so that experts can be aligned
+    opens = False  # whether experts can open in mid-run, for kinds that come later
     units: Units = staticmethod(whole_clients)
 
     def __init__(self, config: Config):
+        if config.living.notice != "off" and not self.opens:
+            raise UserError(f"method={config.method} cannot open experts in mid-run; set living.notice=off.")
         if config.init and not self.continues:
             raise UserError(f"method={config.method} cannot start from a bundle; leave init empty.")
         self.config = config
@@ -88,11 +94,11 @@ class Method(ABC):
             accounting()
         if config.federation.secure_aggregation:
             require()
-        self.train, self.evaluate = Train(self), Evaluate(self)
+        self.train, self.evaluate, self.news = Train(self), Evaluate(self), News(self)
 
     def steps(self) -> list[Step]:
         """Every question that this method asks."""
-        return [self.train, self.evaluate]
+        return [self.train, self.evaluate, self.news]
 
     # ---------------------------------------------------------------------------------- once
 
@@ -106,13 +112,39 @@ class Method(ABC):
         where it must wait. Unless a method says otherwise, it waits."""
         return ""
 
+    # ---------------------------------------------------------------------------------- between rounds
+
+    def live(self, engine: Engine, state: ServerState, t: int) -> tuple[ServerState, Change]:
+        """Before round t: whose rows have changed, and what becomes of them. Nobody is asked where nothing can."""
+        change, config = Change(t), self.config
+        if t == 0 or not (config.data.changes or config.living.notice != "off"):
+            return state, change
+        question, heard = Message(facts={"t": t, "experts": state.layout.experts}), Receipts()
+        for member, told in engine.ask(self.news, engine.members, question, heard):
+            member.regroup(told.sizes, told.experts)
+            change.came |= {member.name: told.came} if told.came else {}
+            change.went |= {member.name: told.went} if told.went else {}
+        change.heard(heard, question)
+        for name in {**change.came, **change.went}:
+            came, went = change.came.get(name, 0), change.went.get(name, 0)
+            engine.console.say(f"before round {t + 1}: {came} new rows at {name}, {went} gone")
+        return self.settle(engine, state, change), change
+
+    def settle(self, engine: Engine, state: ServerState, change: Change) -> ServerState:
+        """Experts for the buckets that have none (-1). Unless a method says otherwise there are no such buckets."""
+        return state
+
+    def group(self, compute: Compute, client: Client) -> None:
+        """Client side: rows that wait get a bucket. Unless a method says otherwise, one that is there."""
+        into_the_nearest(client)
+
     # ---------------------------------------------------------------------------------- client side
 
     def form_buckets(self, compute: Compute, clients: Sequence[Client]) -> list[Buckets]:
         """Every client gets its buckets; the same ones whenever it is asked."""
         found = self.units(compute, clients)
         for client, buckets in zip(clients, found, strict=True):
-            client.buckets, client.note = buckets.members, buckets.note
+            client.buckets, client.assignment, client.note = buckets.members, [], buckets.note
         return found
 
     def labels(self, client: Client, state: RoutedExperts) -> torch.Tensor:
@@ -121,7 +153,7 @@ class Method(ABC):
 
     def pools(self, client: Client, state: RoutedExperts) -> list[np.ndarray]:
         """The examples that batches are drawn from: a batch has those of one pool, and pools take turns."""
-        return client.buckets
+        return client.served
 
     def local_steps(self, member: Member) -> int:
         """E: steps of client i in a round."""

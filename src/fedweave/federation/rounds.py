@@ -18,6 +18,7 @@ from fedweave.federation.agreement import AGAINST, Agreement
 from fedweave.federation.client import Member
 from fedweave.federation.engines.base import Engine
 from fedweave.federation.method import Method
+from fedweave.federation.news import Change
 from fedweave.federation.state import ServerState, broadcast
 from fedweave.federation.train import EXPERTS, ROUTER, TOGETHER, Update
 from fedweave.streams import stream_key
@@ -39,9 +40,11 @@ def federate(
             if line := method.admit(engine, state, newcomer):
                 engine.welcome(newcomer)
                 engine.console.say(f"site {newcomer.name} joins with {len(newcomer.sizes)} buckets: {line}")
+        state, change = method.live(engine, state, t)
         trusted = [member for member in engine.present() if not _quarantined(method.config, state, member)]
         participants = sample_clients(trusted, method.config, t)  # line 8: S_t
         state, report = one_round(method, engine, state, participants, t)
+        report.change = change
         state = after_round(state, report) or state
     return state
 
@@ -104,6 +107,7 @@ class RoundReport:
     losses: dict[str, float] = field(default_factory=dict)  # mean step loss of each accepted answer
     tokens: int = 0
     bytes_down: int = 0  # what each participant received
+    change: Change | None = None  # what happened before it
 
     def __post_init__(self) -> None:
         self.receipts.norms = {EXPERTS: [], ROUTER: []}  # remembered even where a method has no router

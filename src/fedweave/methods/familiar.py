@@ -49,7 +49,7 @@ class AskMoments(Step[Moments]):
 
     def answer(self, compute: Compute, clients: Sequence[Client], question: Message) -> Iterator[Answer]:
         for client in clients:
-            x = client.data.features.double()  # [n, d]; a variance is a small difference of large sums
+            x = client.data.features[client.rows].double()  # [n, d]; a variance is a small difference of large sums
             halves = [x[::2], x[1::2]]
             row, column = torch.triu_indices(x.shape[1], x.shape[1])
             products = torch.stack([(half.T @ half)[row, column] for half in halves])
@@ -65,17 +65,22 @@ class AskMoments(Step[Moments]):
         return {"sums": Part((2, d), torch.float64), "products": Part((2, d * (d + 1) // 2), torch.float64)}
 
     def totals(self, asked: Asked) -> dict[str, tuple[int, ...]]:
-        return {"sum": (asked.width,), "products": (asked.width, asked.width), f"{FIGURE}samples": (1,)}
+        d = asked.width
+        return {"sums": (2, d), "products": (2, d * (d + 1) // 2), f"{FIGURE}samples": (2,)}
 
     def summands(self, asked: Asked, answer: Answer) -> dict[str, torch.Tensor]:
-        return {**answer.parts, f"{FIGURE}samples": torch.tensor([float(answer.figures["samples"])])}
+        return {**answer.parts, f"{FIGURE}samples": _halves(answer.figures["samples"]).double()}
 
     def read_total(self, asked: Asked, totals: dict[str, torch.Tensor], clients: int) -> Moments:
-        return round(float(totals[f"{FIGURE}samples"])), totals["sum"], totals["products"]
+        return Moments(totals[f"{FIGURE}samples"].round().long(), totals["sums"], totals["products"])
 
     def read(self, asked: Asked, parts: dict[str, torch.Tensor], figures: Facts) -> Moments:
-        n = int(figures["samples"])
-        return Moments(torch.tensor([(n + 1) // 2, n // 2]), parts["sums"], parts["products"])
+        return Moments(_halves(int(figures["samples"])), parts["sums"], parts["products"])
+
+
+def _halves(rows: int) -> torch.Tensor:
+    """[2] how many rows each half has."""
+    return torch.tensor([(rows + 1) // 2, rows // 2])
 
 
 class Span(NamedTuple):
@@ -128,7 +133,7 @@ class AskDistances(Step[torch.Tensor]):
         router, phi = read_router(question.facts), question.tensors["phi"].to(compute.device)
         assert router is not None
         for client in clients:
-            far = router.strangeness(phi, client.data.features.to(phi)) / question.facts["mean"]
+            far = router.strangeness(phi, client.data.features[client.rows].to(phi)) / question.facts["mean"]
             bins = (far / _WIDTH).long().clamp(0, _BINS - 1).cpu()
             yield Answer(figures={"counts": torch.bincount(bins, minlength=_BINS).tolist()})
 

@@ -17,11 +17,16 @@ from fedweave.config import Config
 from fedweave.errors import UserError
 from fedweave.federation.client import Client, Member
 from fedweave.federation.compute import Compute
+from fedweave.federation.engines.base import Engine
+from fedweave.federation.engines.in_process import InProcessEngine
 from fedweave.federation.method import Payload, Sizes, Units
-from fedweave.federation.state import Broadcast
+from fedweave.federation.news import Change
+from fedweave.federation.state import Broadcast, ServerState
+from fedweave.federation.steps import Step
 from fedweave.federation.train import Update
 from fedweave.methods.familiar import Familiarity
-from fedweave.methods.preparation import Aligned, mixture_payload
+from fedweave.methods.living import Living
+from fedweave.methods.preparation import Aligned, assign, mixture_payload
 from fedweave.methods.relabel import Relabel, picked
 from fedweave.methods.warm_start import WarmRouter
 from fedweave.router.routed import RoutedExperts
@@ -32,6 +37,7 @@ from fedweave.training.schedule import allot_steps, local_schedule
 
 class FedWeave(Aligned):
     summary = "prototype-level experts, one client-level router (the paper's method)"
+    opens = True
     units: Units = staticmethod(Compute.cluster)  # clusters of a client's own prompt features
 
     def __init__(self, config: Config):
@@ -40,8 +46,44 @@ class FedWeave(Aligned):
         self.start = self.start if config.experts.start == "warmup" else None
         self.relabel = Relabel(config) if config.experts.labels == "router" else None
         self.familiar = Familiarity(config) if config.router.familiar < 1 else None
+        self.living = Living(config, self.discover, self.start, self.familiar)
         self.shared_rank = config.experts.shared_rank
         self.trains_router = config.router.training == "soft"
+
+    def steps(self) -> list[Step]:
+        return [*super().steps(), *(self.living.steps() if self.lives else [])]
+
+    @property
+    def lives(self) -> bool:
+        return self.config.living.notice != "off"
+
+    def continued(self, engine: Engine, start: RoutedExperts) -> ServerState:
+        """As ever; where kinds are noticed, each bucket goes to the expert with the nearest signature instead, and
+        one that is far from all opens its own."""
+        if not self.lives or not isinstance(engine, InProcessEngine) or not isinstance(start, ServerState):
+            return super().continued(engine, start)
+        found = self.form_buckets(engine.compute, engine.members)
+        report = assign(engine.members, found, start.layout.experts, [-1 for one in found for _ in one.members])
+        state = self.living.place(engine, replace(start, report=report | start.report), Change(0))
+        labels = [m for member in engine.members for m in member.assignment]
+        state.report.update(experts=state.layout.experts, prototype_labels=labels)
+        return state
+
+    def group(self, compute: Compute, client: Client) -> None:
+        """New rows form buckets of their own, without an expert, once there are enough of them."""
+        if not self.lives:
+            super().group(compute, client)
+        elif len(client.waiting) >= self.config.living.least:
+            if len(client.buckets) > self.config.discovery.max_buckets:
+                client.join_buckets()
+            rows = client.waiting
+            (found,) = self.units(compute, [Client(client.index, client.data.part(rows))])
+            client.buckets = [*client.buckets, *(rows[bucket] for bucket in found.members)]
+            client.assignment = [*client.assignment, *[-1] * len(found.members)]
+            client.waiting = rows[:0]
+
+    def settle(self, engine: Engine, state: ServerState, change: Change) -> ServerState:
+        return self.living.settle(engine, state, change) if self.lives else state
 
     def labels(self, client: Client, state: RoutedExperts) -> torch.Tensor:
         """Made anew in every round from what was broadcast, so that no client needs to remember them."""
@@ -54,11 +96,11 @@ class FedWeave(Aligned):
         return super().claims(member, experts) if self.relabel is None else [len(member)] * experts
 
     def pools(self, client: Client, state: RoutedExperts) -> list[np.ndarray]:
-        everything = np.sort(np.concatenate(client.buckets))
+        everything = client.rows
         if self.config.training.batches == "mixed":
             return [everything]
         if self.relabel is None:
-            return client.buckets
+            return client.served
         labels = self.labels(client, state).numpy()[everything]
         return [everything[labels == m] for m in np.unique(labels)]
 
@@ -131,7 +173,9 @@ class WithoutClientRouter(FedWeave):
         self, compute: Compute, state: Broadcast, clients: Sequence[Client], t: int
     ) -> Iterator[Update]:
         trained = list(super().local_updates(compute, state, clients, t))
-        budgets = [allot_steps(client.sizes, self.config.training.local_steps) for client in clients]
+        budgets = [
+            allot_steps([len(b) for b in client.served], self.config.training.local_steps) for client in clients
+        ]
         jobs = [(k, c) for k, budget in enumerate(budgets) for c, steps in enumerate(budget) if steps]
         lanes = [self._reset_lane(clients[k], c, state, trained[k], t) for k, c in jobs]
         ends: list[list[tuple[int, torch.Tensor]]] = [[] for _ in clients]
@@ -140,7 +184,7 @@ class WithoutClientRouter(FedWeave):
         )
         for (k, c), result in zip(jobs, results, strict=True):
             assert result.delta_phi is not None
-            ends[k].append((len(clients[k].buckets[c]), result.delta_phi))
+            ends[k].append((len(clients[k].served[c]), result.delta_phi))
         for update, parts in zip(trained, ends, strict=True):
             total = sum(size for size, _ in parts)
             delta = torch.stack([size / total * phi for size, phi in parts]).sum(0)
@@ -148,10 +192,8 @@ class WithoutClientRouter(FedWeave):
 
     def _reset_lane(self, client: Client, c: int, state: RoutedExperts, update: Update, t: int) -> Lane:
         training, seed = self.config.training, self.config.seed
-        steps = allot_steps(client.sizes, training.local_steps)[c]
-        schedule = local_schedule(
-            [client.buckets[c]], steps, training.batch_size, seed, t, client.index, "reset", c
-        )
+        steps = allot_steps([len(b) for b in client.served], training.local_steps)[c]
+        schedule = local_schedule([client.served[c]], steps, training.batch_size, seed, t, client.index, "reset", c)
         assert state.phi is not None
         frozen = torch.zeros(state.layout.size, dtype=torch.bool)
         key = (seed, t, client.index, "reset", c)

@@ -58,7 +58,7 @@ class DiscoverLabels(Discover):
 class Oracle(FedWeave):
     summary = "upper bound: told every example's kind, one expert per kind"
     uses_labels = True
-    continues = False
+    continues = opens = False
     units = staticmethod(by_label)
 
     def __init__(self, config: Config):
@@ -66,6 +66,12 @@ class Oracle(FedWeave):
         self.discover = DiscoverLabels(self)
         self.start = StartExperts(self.discover) if config.experts.start == "warmup" else None
         self.relabel, self.familiar, self.trains_router = None, None, False
+
+    def group(self, compute: Compute, client: Client) -> None:
+        """It is told: every kind is a bucket, and has its expert from the beginning."""
+        (found,) = by_label(compute, [client])
+        client.buckets, client.waiting = found.members, client.waiting[:0]
+        client.assignment = [int(client.data.features[bucket[0]].argmax()) for bucket in found.members]
 
     def admit(self, engine: Engine, state: ServerState, newcomer: Member) -> str:
         return ""  # nobody comes later who knows the labels

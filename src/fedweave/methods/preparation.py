@@ -20,6 +20,7 @@ from fedweave.alignment.align import (
     joining_limit,
     signature_distance,
 )  # fmt: skip
+from fedweave.alignment.novelty import own_distances
 from fedweave.config import Config
 from fedweave.discovery.clusterers import Buckets
 from fedweave.errors import UserError
@@ -68,11 +69,11 @@ class Aligned(Method):
     def prepare(self, engine: Engine, start: RoutedExperts | None = None) -> ServerState:
         """Buckets, signatures, alignment, initial experts and router."""
         if start is not None:
-            return self._continued(engine, start)
+            return self.continued(engine, start)
         config, shared = self.config, self.shared_rank
         heard, started, warmed = Receipts(), Receipts(), Receipts()
         found = discover_units(engine, self.discover, heard)  # lines 1-4
-        blocks = signature_blocks(engine, self.discover, found)
+        blocks = signature_blocks(engine, self.discover, [told.signatures for told in found])
         distance = signature_distance(blocks)
         settings, sizes = config.alignment, np.array([size for told in found for size in told.sizes])
         options = {"method": settings.linkage, "least": settings.least_silhouette, "min_share": settings.min_share}
@@ -106,13 +107,18 @@ class Aligned(Method):
         router = replace(router, sure=config.router.gate == "sure")
         report["preparation_bytes"] = preparation_bytes(engine.members, (heard, 0), (started, 0), (warmed, down))
         means = None
-        if engine.grows:
+        if engine.grows or config.living.notice != "off":
             asked, owners = config.federation.join_distance, report["prototype_labels"]
-            report["join_distance"] = joining_limit(distance, owners) if asked == "auto" else asked
+            halfway = joining_limit(distance, owners)
+            report["join_distance"] = halfway if asked == "auto" else asked
+            report["halfway"] = halfway if np.isfinite(halfway) else 0.0
+            report["own_distances"] = own_distances(distance, owners)
+            report["born"] = [0] * layout.experts
+            report["signed_buckets"] = [owners.count(m) for m in range(layout.experts)]
             means = torch.from_numpy(expert_means(blocks, owners, layout.experts))  # [M, D]
         return ServerState(layout, router, theta.to(engine.device), phi[None], signatures=means, report=report)
 
-    def _continued(self, engine: Engine, start: RoutedExperts) -> ServerState:
+    def continued(self, engine: Engine, start: RoutedExperts) -> ServerState:
         """``init=BUNDLE``: buckets are found as ever; each goes to the expert that the given router prefers for its
         prompts, because that is the expert it would get at inference. No warmup, no signatures, and M stays."""
         if not isinstance(engine, InProcessEngine):
@@ -131,7 +137,7 @@ class Aligned(Method):
         limit, lines = state.report["join_distance"], []
         for _, told in engine.ask(self.discover, [newcomer], Message()):
             newcomer.learn(told.sizes, told.note)
-            blocks = signature_blocks(engine, self.discover, [told])
+            blocks = signature_blocks(engine, self.discover, [told.signatures])
             distances = expert_distances(blocks, state.signatures.cpu().numpy())  # [buckets, M]
             newcomer.assignment = []
             for c, row in enumerate(distances):
@@ -155,10 +161,10 @@ def discover_units(engine: Engine, step: Discover, receipts: Receipts) -> list[P
     return [found[member.index] for member in engine.members]
 
 
-def signature_blocks(engine: Engine, step: Discover, found: Sequence[Prototypes]) -> list[np.ndarray]:
-    """Per LoRA-B block one matrix over all prototypes, [prototypes, width]."""
+def signature_blocks(engine: Engine, step: Discover, signatures: Sequence[torch.Tensor]) -> list[np.ndarray]:
+    """Per LoRA-B block one matrix over all prototypes, [prototypes, width]; signatures [buckets, D] by client."""
     signer = step.signer(engine.layout(step.config.experts.rank, 1))
-    return signer.blocks([signature for told in found for signature in told.signatures])
+    return signer.blocks([signature for told in signatures for signature in told])
 
 
 def assign(
@@ -178,17 +184,32 @@ def assign(
 
 
 def start_experts(engine: Engine, step: StartExperts, layout: AdapterLayout, receipts: Receipts) -> torch.Tensor:
-    """θ⁰ [P]: means of warmup adapters as a stream; an expert without any starts where all of them did."""
+    """θ⁰ [P] of experts that start from warmups."""
+    question = Message(facts={"experts": layout.experts})
+    starts = warm_starts(engine, step, layout, range(layout.experts), engine.members, question, receipts)
+    return layout.stack(starts, layout.initial_shared(step.config.seed))
+
+
+def warm_starts(
+    engine: Engine,
+    step: StartExperts,
+    layout: AdapterLayout,
+    experts: Sequence[int],
+    members: Sequence[Member],
+    question: Message,
+    receipts: Receipts,
+) -> list[torch.Tensor]:
+    """What each of these experts starts from, [P of one] each: the mean of its buckets' warmup adapters, as a
+    stream; one without any starts where all of them did."""
     single, config = layout.with_experts(1), step.config
     first = first_adapter(single, config.seed)
     plain = streams(config)  # other rules than the mean compare clients, and how far each has moved
     origin = torch.zeros(1) if plain else first
-    means = [client_average(single.size, torch.device("cpu"), config) for _ in range(layout.experts)]
-    for _, start in engine.ask(step, engine.members, Message(facts={"experts": layout.experts}), receipts):
+    means = {m: client_average(single.size, torch.device("cpu"), config) for m in experts}
+    for _, start in engine.ask(step, members, question, receipts):
         for m, adapter, buckets in start if plain else _one_each(start):
             means[m].add(adapter - origin, buckets)
-    starts = [origin + mean.step() if mean.weight else first for mean in means]
-    return layout.stack(starts, layout.initial_shared(config.seed))
+    return [origin + mean.step() if mean.weight else first for mean in means.values()]
 
 
 def _one_each(start: Start) -> Start:

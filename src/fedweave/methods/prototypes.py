@@ -55,8 +55,11 @@ class Discover(Step[Prototypes]):
 
     def answer(self, compute: Compute, clients: Sequence[Client], question: Message) -> Iterator[Answer]:
         found = self.method.form_buckets(compute, clients)
-        sign = self.warm_up if self.config.privacy.level != "example" else self.sum_up
-        signatures = sign(compute, clients) if self.signed else None
+        everything = [(client, c) for client in clients for c in range(len(client.buckets))]
+        signatures = None
+        if self.signed:
+            by_example = self.config.privacy.level == "example"
+            signatures = self.sum_up(compute, clients) if by_example else self.warm_up(compute, everything)
         for client, buckets in zip(clients, found, strict=True):
             parts = {}
             if signatures is not None:
@@ -66,31 +69,27 @@ class Discover(Step[Prototypes]):
                 "silhouettes": list(buckets.silhouettes.values()),
             })  # fmt: skip
 
-    def warm_up(self, compute: Compute, clients: Sequence[Client]) -> Iterator[torch.Tensor]:
-        """Signature of every bucket, client by client, all in lockstep. Adapters stay with their clients until they
-        are asked for."""
+    def warm_up(self, compute: Compute, units: Sequence[tuple[Client, int]]) -> Iterator[torch.Tensor]:
+        """Signatures of these buckets, all in lockstep from the one common start. Adapters stay with their clients
+        until they are asked for."""
         discovery = self.config.discovery
         signer = self.signer(AdapterLayout.of(compute.layers, self.config.experts.rank, 1))
         start = first_adapter(signer.layout, self.config.seed)
-        lanes, owners = [], []
-        for client in clients:
-            for c, bucket in enumerate(client.buckets):
-                key = ("warmup", self.config.seed, client.index, c)
-                batches = islice(
-                    bucket_batches(bucket, discovery.warmup_batch, stream_key(*key)), discovery.warmup_steps
-                )
-                lane = Lane(client.data, list(batches), start, None, key)
-                lanes.append(shielded(lane, self.config, client, StartExperts.name, discovery.warmup_batch))
-                owners.append(client)
+        lanes = []
+        for client, c in units:
+            key = ("warmup", self.config.seed, client.index, c)
+            drawn = bucket_batches(client.buckets[c], discovery.warmup_batch, stream_key(*key))
+            lane = Lane(client.data, list(islice(drawn, discovery.warmup_steps)), start, None, key)
+            lanes.append(shielded(lane, self.config, client, StartExperts.name, discovery.warmup_batch))
         compute.adapters = VectorBuffer(signer.layout.size)
         # a few steps, once: to record them would take longer than to run them
         training = replace(self.config.training, lr=warmup_rate(self.config), cuda_graphs=False)
         trained = compute.train(signer.layout, None, lanes, "warmup", training=training)
-        for client, result in zip(owners, trained, strict=True):
+        for (client, c), result in zip(units, trained, strict=True):
             adapter = start + result.delta_theta.cpu()
             if not torch.isfinite(adapter).all():
                 raise UserError(f"the warmup of {client.name!r} gave NaN or infinity; lower discovery.warmup_lr.")
-            compute.adapters.append(client.index, adapter)
+            compute.adapters.append((client.index, c), adapter)
             yield signer.of(adapter)
 
     def sum_up(self, compute: Compute, clients: Sequence[Client]) -> Iterator[torch.Tensor]:
@@ -122,11 +121,11 @@ class Discover(Step[Prototypes]):
     def parts(self, asked: Asked, figures: Facts) -> dict[str, Part]:
         if len(figures["tried"]) != len(figures["silhouettes"]):
             raise Refused("it does not say which silhouette belongs to which count")
-        if not self.signed:
-            return {}
+        return {"signatures": self.signatures(asked, len(figures["sizes"]))} if self.signed else {}
+
+    def signatures(self, asked: Asked, buckets: int) -> Part:
         signer = self.signer(AdapterLayout.of(asked.layers, self.config.experts.rank, 1))
-        shape = (len(figures["sizes"]), sum(signer.widths))
-        return {"signatures": Part(shape, signer.dtype, summed=False)}
+        return Part((buckets, sum(signer.widths)), signer.dtype, summed=False)
 
     def read(self, asked: Asked, parts: dict[str, torch.Tensor], figures: Facts) -> Prototypes:
         sizes, signatures = [int(n) for n in figures["sizes"]], parts.get("signatures", torch.empty(0, 0))
@@ -147,24 +146,30 @@ class StartExperts(Step[Start]):
         self.discover, self.config = discover, discover.config
 
     def answer(self, compute: Compute, clients: Sequence[Client], question: Message) -> Iterator[Answer]:
-        missing = [c for c in clients if compute.adapters is None or c.index not in compute.adapters]
-        if missing:  # a site that was away in between, or one that signed without a warmup
-            for _ in self.discover.warm_up(compute, missing):
+        units = [(client, c) for client in clients for c in self.asked_for(client.assignment, question)]
+        known = compute.adapters
+        if known is None or not all((client.index, c) in known for client, c in units):  # away in between
+            for _ in self.discover.warm_up(compute, units):
                 pass
         assert compute.adapters is not None
         for client in clients:
             rows: dict[int, list[torch.Tensor]] = {}
-            for m, adapter in zip(client.assignment, compute.adapters.read(client.index), strict=True):
-                rows.setdefault(m, []).append(adapter)
+            for c in self.asked_for(client.assignment, question):
+                rows.setdefault(client.assignment[c], []).append(compute.adapters.read((client.index, c)))
             parts = {expert_name(m): torch.stack(adapters) for m, adapters in rows.items()}
             yield Answer(parts, {"experts": list(rows), "buckets": [len(adapters) for adapters in rows.values()]})
+
+    def asked_for(self, assignment: Sequence[int], question: Message) -> list[int]:
+        """The buckets whose adapters are asked for: all that have an expert, or one of those that open."""
+        return [c for c, m in enumerate(assignment) if m >= question.facts.get("first", 0)]
 
     def figures(self, asked: Asked) -> dict[str, Figure]:
         most = len(asked.member.assignment)
         return {"experts": Figure(int, length=(1, most)), "buckets": Figure(int, 1, most, (1, most))}
 
     def parts(self, asked: Asked, figures: Facts) -> dict[str, Part]:
-        own = [m for m in asked.member.assignment if m >= 0]
+        assignment = asked.member.assignment
+        own = [assignment[c] for c in self.asked_for(assignment, asked.question)]
         claimed = dict(zip(figures["experts"], figures["buckets"], strict=False))
         if claimed != {m: own.count(m) for m in own} or len(figures["buckets"]) != len(claimed):
             raise Refused("it sends other experts than its buckets have")

@@ -41,7 +41,7 @@ class Relabel(Step[Labels]):
         assert router is not None
         for client in clients:
             labels = picked(router, phi, client.data.features)
-            counts = [torch.bincount(labels[bucket], minlength=router.experts) for bucket in client.buckets]
+            counts = [torch.bincount(labels[bucket], minlength=router.experts) for bucket in client.served]
             yield Answer(figures={
                 "counts": torch.stack(counts).sum(0).tolist(), "experts": [int(own.argmax()) for own in counts],
             })  # fmt: skip

@@ -171,7 +171,7 @@ class FedRouter(FedWeave):
     adapter. At inference the nearest centroid decides. So there is neither a signature nor a router to train."""
 
     summary = "baseline: buckets meet by their mean features, prompts go to the nearest; one bucket a round"
-    continues = False
+    continues = opens = False
 
     def __init__(self, config: Config):
         super().__init__(config)

@@ -11,7 +11,7 @@ are linked by no chain of clients, everybody learns over all.
 """
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -42,21 +42,18 @@ class WarmRouter(Step[tuple[torch.Tensor, int]]):
     masked = True
 
     def __init__(self, config: Config):
-        self.config = config
+        self.config, self.settings = config, config.router.warm_start
 
     def answer(self, compute: Compute, clients: Sequence[Client], question: Message) -> Iterator[Answer]:
-        facts, settings = question.facts, self.config.router.warm_start
+        facts, settings = question.facts, self.settings
         router, phi = read_router(facts), question.tensors["phi"].to(compute.device)
         assert router is not None
-        seed, t = self.config.seed, facts["t"]
-        lessons = [
-            LabelledFeatures(
-                client.data.features, client.example_experts(), key, self._shield(client, settings.batch_size, key)
-            )
-            for client in clients
-            for key in [(seed, t, client.index)]
+        taught = lessons(clients, self.config.seed, facts["t"])
+        taught = [
+            replace(lesson, shield=self._shield(client, settings.batch_size, lesson.key))
+            for client, lesson in zip(clients, taught, strict=True)
         ]
-        deltas = warm_start_clients(router, phi, lessons, settings, facts["contrast"])
+        deltas = warm_start_clients(router, phi, taught, settings, facts["contrast"])
         for client, delta in zip(clients, deltas, strict=True):
             yield Answer({ROUTER: delta}, {"samples": len(client)})
 
@@ -74,7 +71,7 @@ class WarmRouter(Step[tuple[torch.Tensor, int]]):
         return {ROUTER: Part((router.size,), limit=ROUTER)}
 
     def reach(self, asked: Asked, limit: str, size: int) -> tuple[float, str]:
-        settings = self.config.router.warm_start
+        settings = self.settings
         return adam_reach(settings.steps, settings.lr, size), "the farthest that the warm start's steps can lead"
 
     def totals(self, asked: Asked) -> dict[str, tuple[int, ...]]:
@@ -132,6 +129,16 @@ class LabelledFeatures:
     shield: Shield | None = None  # of its single examples; all clients have one or none has
 
 
+def lessons(clients: Sequence[Client], *key: int | str) -> list[LabelledFeatures]:
+    """Every client's examples that have an expert."""
+    taught = []
+    for client in clients:
+        rows = client.rows
+        features, experts = client.data.features[rows], client.example_experts()[rows]
+        taught.append(LabelledFeatures(features, experts, (*key, client.index)))
+    return taught
+
+
 def contrast_of(assignments: Sequence[Sequence[int]], experts: int, asked: str = "auto") -> str:
     """Over which experts clients learn: own where clients with several link every expert to every other, or all."""
     if asked != "auto":
@@ -149,6 +156,7 @@ def warm_start_clients(
     clients: Sequence[LabelledFeatures],
     config: WarmStartConfig,
     contrast: str,  # own or all
+    first: int | None = None,  # only the outputs from this one on learn, and everybody has them for a contrast
 ) -> torch.Tensor:
     """Δφ [K, Q] of K clients, each after ``config.steps`` steps of cross-entropy on its own alignment labels. They
     march together: everything is a row of its own, so none sees the others."""
@@ -161,6 +169,9 @@ def warm_start_clients(
     if contrast == "own":
         own = [torch.bincount(p.experts, minlength=layout.experts) for p in clients]
         absent = (torch.stack(own) == 0)[:, None].to(device)  # [K, 1, M]
+        absent[..., first if first is not None else layout.experts :] = False
+    frozen = torch.ones(layout.size, dtype=torch.bool, device=device)
+    frozen[layout.outputs(first or 0).to(device)] = False
     local = phi.repeat(count, 1).requires_grad_()  # [K, Q]
     optimiser = torch.optim.AdamW([local], lr=config.lr, weight_decay=0.0)
     for step, (rows, share) in enumerate(zip(index.to(device), weight.to(device), strict=True)):  # [K, b]
@@ -177,6 +188,8 @@ def warm_start_clients(
         (losses * share).sum().backward()
         if shields and local.grad is not None:
             local.grad = noised(local.grad, shields, step, "phi")
+        if first is not None and local.grad is not None:
+            local.grad[:, frozen] = 0.0
         optimiser.step()
     return local.detach() - phi
 

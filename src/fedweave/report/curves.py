@@ -148,8 +148,9 @@ def expert_load(run: RunRecord) -> Picture | None:
     if not loads:
         return None
     figure, ax = canvas()
-    rounds, bottom = list(loads), np.zeros(len(loads))
-    for m, share in enumerate(np.array(list(loads.values())).T):  # [M, rounds]
+    rounds, bottom, most = list(loads), np.zeros(len(loads)), max(map(len, loads.values()))
+    padded = [[*load, *[0.0] * (most - len(load))] for load in loads.values()]  # experts may open in mid-run
+    for m, share in enumerate(np.array(padded).T):  # [M, rounds]
         hatch = "////" if m >= len(PALETTE) else None
         bars = ax.bar(
             rounds, share, 0.8, bottom, color=colour(m), edgecolor=SURFACE, hatch=hatch, label=f"expert {m}"

@@ -99,12 +99,12 @@ def refused_answers(run: RunRecord) -> Finding | None:
 
 def experts_at_the_edge(run: RunRecord) -> Finding | None:
     """M* at the upper end of the candidates: the true best may lie beyond."""
-    if len(run.silhouettes) < 2 or run.experts != max(run.silhouettes):
+    if len(run.silhouettes) < 2 or run.aligned != max(run.silhouettes):
         return None
     return Finding(
         "warning",
         "M was chosen at the edge of its range",
-        f"The best silhouette is that of {run.experts} experts, the most that were considered. Raise "
+        f"The best silhouette is that of {run.aligned} experts, the most that were considered. Raise "
         "alignment.max_experts (or discovery.max_buckets, when there are too few buckets) and see whether M grows.",
     )
 
@@ -131,7 +131,7 @@ def faint_alignment(run: RunRecord) -> Finding | None:
     return Finding(
         "warning",
         "Signatures hardly form groups",
-        f"The best silhouette is only {max(silhouettes.values()):.2f}, so M = {run.experts} is close to a guess. "
+        f"The best silhouette is only {max(silhouettes.values()):.2f}, so M = {run.aligned} is close to a guess. "
         "More discovery.warmup_steps or a higher training.lr make signatures clearer; if they stay alike, the "
         "clients may have one kind of data, and one adapter (method=fedit) is simpler.",
     )

@@ -5,9 +5,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from fedweave.errors import UserError
+from fedweave.events import ValidationEvent
 from fedweave.json_files import read_json
 from fedweave.runs.reading import RunRecord, read_run
-from fedweave.schema import ComparedCell, RoutingCost, ValidationEvent
+from fedweave.schema import ComparedCell, RoutingCost
 from fedweave.settings import flatten, to_tree
 
 # Keys that never make two runs different experiments.

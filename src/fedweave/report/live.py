@@ -6,9 +6,11 @@ import time
 from pathlib import Path
 
 from fedweave.console import duration, printable, table
+from fedweave.report.timeline import happened
 from fedweave.runs.reading import RunRecord, read_run
 
 _PAUSE = 1.0
+_SHOWN_CHANGES = 8
 _BLOCKS = "▁▂▃▄▅▆▇█"
 
 
@@ -40,7 +42,7 @@ def render(run: RunRecord, width: int = 100) -> str:
         parts.append(f"now: {phase['label']}, {phase['done']} of {phase['total']}")
     if run.state == "stopped":
         parts.append(f"This run is not going on. Continue it with: {run.resume}")
-    for section in (_losses(run), _load(run, width), _end(run)):
+    for section in (_losses(run), _load(run, width), _changes(run), _end(run)):
         if section:
             parts += ["", section]
     if not run.validations:
@@ -100,6 +102,11 @@ def _load(run: RunRecord, width: int) -> str:
     room = max(10, min(50, width - 30))
     lines = [f"  expert {m}  {share:4.0%}  {'█' * round(share * room)}" for m, share in enumerate(run.expert_load)]
     return "\n".join([f"  experts' load, router entropy {run.entropy:.0%} of its largest", *lines])
+
+
+def _changes(run: RunRecord) -> str:
+    lines = [f"  before round {event['round']}: {line}" for event in run.changes for line in happened(event)]
+    return "\n".join(lines[-_SHOWN_CHANGES:])
 
 
 def _end(run: RunRecord) -> str:

@@ -56,14 +56,14 @@ def mixture(run: RunRecord) -> Picture | None:
 
 def feeding(run: RunRecord) -> Picture | None:
     """Clients × experts: whose examples stand behind which expert."""
-    if run.experts < 2 or not run.feeding:
+    if run.aligned < 2 or not run.feeding:
         return None
     values = np.array(list(run.feeding.values()), dtype=float)
     shares = values / np.maximum(values.sum(1, keepdims=True), 1)
     figure, ax = canvas(
-        width=max(4.2, min(8.0, 1.6 + 0.6 * run.experts)), height=max(2.0, 0.7 + 0.27 * len(values))
+        width=max(4.2, min(8.0, 1.6 + 0.6 * run.aligned)), height=max(2.0, 0.7 + 0.27 * len(values))
     )
-    shaded_table(ax, shares, list(run.feeding), [f"E{m}" for m in range(run.experts)], "{:.0%}", clients=True)
+    shaded_table(ax, shares, list(run.feeding), [f"E{m}" for m in range(run.aligned)], "{:.0%}", clients=True)
     return Picture(
         "clients-experts", "Who feeds which expert", "Share of a client's examples aligned to each expert.", figure
     )
@@ -113,7 +113,7 @@ def signatures(run: RunRecord) -> Picture | None:
     top.tick_params(labelbottom=False, length=0)
     top.spines["bottom"].set_visible(False)
     top.set_ylabel("distance")
-    experts = run.experts
+    experts = run.aligned
     if 1 < experts < n:  # the height at which the tree falls apart into M pieces
         cut = (links[n - experts, 2] + links[n - experts - 1, 2]) / 2
         top.axhline(cut, color=PALETTE[1], linewidth=1.2, linestyle=(0, (4, 3)))
@@ -175,8 +175,8 @@ def silhouettes(run: RunRecord) -> Picture | None:
         return None
     figure, ax = canvas(height=2.8)
     ax.plot(list(found), list(found.values()), color=PALETTE[0], marker="o", linewidth=1.9)
-    ax.plot(run.experts, found[run.experts], "o", markersize=13, markerfacecolor="none", markeredgewidth=2,
-            color=PALETTE[1], label=f"chosen: {run.experts}")  # fmt: skip
+    ax.plot(run.aligned, found[run.aligned], "o", markersize=13, markerfacecolor="none", markeredgewidth=2,
+            color=PALETTE[1], label=f"chosen: {run.aligned}")  # fmt: skip
     ax.set(xlabel="number of experts M", ylabel="silhouette")
     ax.set_xticks(list(found))
     legend(ax)

@@ -18,6 +18,7 @@ from fedweave.report.experts import what_experts_are
 from fedweave.report.findings import Finding, by_level, findings
 from fedweave.report.groups import Group
 from fedweave.report.parts import Section, Table
+from fedweave.report.timeline import life
 from fedweave.report.worth import was_it_worth_it
 from fedweave.runs.reading import RunRecord
 from fedweave.runs.text import AUDIT, FEW_TASKS, audit_rows, privacy_text, rows_of
@@ -42,6 +43,7 @@ def all_sections(groups: Sequence[Group]) -> list[Section]:
         _results(groups, own, lead),
         _data(lead),
         _discovery(lead),
+        life(lead),
         _prompts(lead),
         _routing(groups, lead),
         _inference(groups, lead),

@@ -64,6 +64,23 @@ class RouterLayout:
         }
         return narrow, torch.cat([part.flatten() for part in parts.values()])
 
+    def grown(self, phi: torch.Tensor, more: int) -> tuple[RouterLayout, torch.Tensor]:
+        """The same router with so many more outputs, which prefer nothing yet; the old ones stay. phi [Q]."""
+        wide, parts = replace(self, experts=self.experts + more), dict(self.views(phi))
+        for name in ("linear2.weight", "linear2.bias"):
+            parts[name] = torch.cat([parts[name], parts[name].new_zeros(more, *parts[name].shape[1:])])
+        return wide, torch.cat([part.flatten() for part in parts.values()])
+
+    def outputs(self, first: int) -> torch.Tensor:
+        """[n] the columns of φ that belong to the outputs of experts ``first``, ``first`` + 1, …"""
+        views = self.views(torch.arange(self.size))
+        return torch.cat([views["linear2.weight"][first:].flatten(), views["linear2.bias"][first:]])
+
+    def forgetting(self, phi: torch.Tensor) -> tuple[RouterLayout, torch.Tensor]:
+        """The same router, to which every prompt is familiar again. phi [Q]."""
+        plain = replace(self, axes=0)
+        return plain, phi[: plain.size]
+
     def inputs(self, features: torch.Tensor) -> torch.Tensor:
         """Bring features to the scale that this router reads."""
         if self.scale == "unit":

@@ -2,15 +2,17 @@
 
 from pathlib import Path
 
+from fedweave.alignment.kept import require_comparable
 from fedweave.backbone.load import Backbone
 from fedweave.config import Config
 from fedweave.errors import UserError
+from fedweave.federation.state import ServerState
 from fedweave.router.routed import RoutedExperts
 
 
 def initial_state(config: Config, backbone: Backbone) -> RoutedExperts | None:
     """The bundle's state, once method, backbone and shapes are those of the config; None without a bundle."""
-    from fedweave.bundle.load import read_experts, verify_bundle
+    from fedweave.bundle.load import read_experts, read_kept, verify_bundle
 
     if config.init is None:
         return None
@@ -30,4 +32,12 @@ def initial_state(config: Config, backbone: Backbone) -> RoutedExperts | None:
             value = f"[{','.join(found)}]" if isinstance(found, list) else f"{found}"
             raise UserError(f"init={config.init} does not fit {key}={asked}; set {key}={value}, as in the bundle.")
     layers = backbone.linear_layers(config.experts.target_modules)
-    return read_experts(folder, description, backbone, layers)
+    found = read_experts(folder, description, backbone, layers)
+    if config.living.notice == "off":
+        return found
+    kept = require_comparable(read_kept(folder, description), config)
+    report = {
+        "own_distances": kept.own, "halfway": kept.halfway, "signed_buckets": kept.buckets,
+        "born": [0] * found.layout.experts,
+    }  # fmt: skip
+    return ServerState(**vars(found), signatures=kept.means.to(found.theta), report=report)

@@ -9,11 +9,11 @@ a run hold its state, so all of them follow what the first one, which measures, 
 from collections.abc import Iterator
 from dataclasses import replace
 
+from fedweave.events import SetbackEvent
 from fedweave.federation.engines.base import Engine
 from fedweave.federation.engines.distributed import world
 from fedweave.federation.message import Message
 from fedweave.runs.folder import Progress
-from fedweave.schema import SetbackEvent
 
 HALVINGS = 3  # an eighth of the rates: below that hardly anything moves
 BETTER, ON, BACK, END = "better", "on", "back", "end"
@@ -30,6 +30,12 @@ def rounds_left(progress: Progress, rounds: int) -> Iterator[int]:
         if ended(progress):
             return
         yield t
+
+
+def renew(progress: Progress) -> None:
+    """The data have changed: what was best on other data is not compared with what comes."""
+    progress.best, progress.best_round, progress.best_loss = progress.state, progress.completed, float("inf")
+    progress.since, progress.setbacks = progress.completed, 0
 
 
 def judge(progress: Progress, loss: float, patience: int) -> str:

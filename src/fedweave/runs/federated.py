@@ -15,6 +15,7 @@ from fedweave.console import Console
 from fedweave.data.examples import Task
 from fedweave.data.own import read_test
 from fedweave.errors import UserError
+from fedweave.events import ValidationFigures
 from fedweave.federation.engines.flower.engine import FlowerEngine, public
 from fedweave.federation.engines.in_process import InProcessEngine
 from fedweave.federation.evaluate import Loss, overall
@@ -24,7 +25,7 @@ from fedweave.runs.folder import Progress, RunFolder
 from fedweave.runs.run import carry_out
 from fedweave.runs.summary import Tester, summarise
 from fedweave.runs.workspace import TestSet
-from fedweave.schema import LabelRecord, Manifest, Summary, ValidationFigures
+from fedweave.schema import LabelRecord, Manifest, Summary
 
 
 def new_manifest(config: Config) -> Manifest:

@@ -14,6 +14,7 @@ import torch
 
 from fedweave.config import Config, dump_config, load_config
 from fedweave.errors import UserError
+from fedweave.events import Event
 from fedweave.experts.layout import Shaped
 from fedweave.federation.checkpoint import (
     load_checkpoint,
@@ -30,7 +31,7 @@ from fedweave.runs.lock import locked, require_unlocked
 from fedweave.runs.loggers import Loggers
 from fedweave.runs.reading import resume_command
 from fedweave.runs.snapshot import FREE_KEYS, CheckpointMeta, Snapshot, config_hash, is_one_of
-from fedweave.schema import Discovery, Event, Manifest
+from fedweave.schema import Discovery, Manifest
 
 if TYPE_CHECKING:
     from fedweave.runs.run import RunContext

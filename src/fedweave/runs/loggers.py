@@ -17,8 +17,9 @@ from typing import Protocol
 from fedweave.config import Config
 from fedweave.console import Console
 from fedweave.errors import UserError, first_line
+from fedweave.events import Event
 from fedweave.json_files import read_json, write_json
-from fedweave.schema import Event, Summary
+from fedweave.schema import Summary
 from fedweave.settings import flatten, to_tree
 
 PROJECT = "fedweave"
@@ -198,6 +199,9 @@ def scalars(event: Event) -> dict[str, float]:
             out |= {f"client/{name}/agreement": c for name, c in event["agreement"].items() if c is not None}
     elif event["event"] == "setback":
         out["train/pace"] = event["pace"]
+    elif event["event"] == "change":
+        out |= {"experts/count": event["experts"], "data/came": sum(event["came"].values())}
+        out["data/went"] = sum(event["went"].values())
     else:
         out["validation/loss"] = event["loss"]
         out |= {} if event["router_entropy"] is None else {"router/entropy": event["router_entropy"]}

@@ -13,23 +13,10 @@ from pathlib import Path
 
 from fedweave.config import Config, load_config
 from fedweave.errors import UserError
+from fedweave.events import ChangeEvent, Event, RoundEvent, SetbackEvent, ValidationEvent
 from fedweave.json_files import Damaged, parse, read_json
 from fedweave.runs.live import read_live
-from fedweave.schema import (
-    Audit,
-    ByTask,
-    ClientBuckets,
-    Discovery,
-    Event,
-    LiveState,
-    Manifest,
-    PromptMap,
-    RoundEvent,
-    SetbackEvent,
-    Summary,
-    Tested,
-    ValidationEvent,
-)
+from fedweave.schema import Audit, ByTask, ClientBuckets, Discovery, LiveState, Manifest, PromptMap, Summary, Tested
 
 
 @dataclass
@@ -87,10 +74,17 @@ class RunRecord:
     def setbacks(self) -> list[SetbackEvent]:
         return [e for e in self.events if e["event"] == "setback"]
 
+    @cached_property
+    def changes(self) -> list[ChangeEvent]:
+        """What changed in mid-run."""
+        return [e for e in self.events if e["event"] == "change"]
+
     @property
     def best_validation(self) -> ValidationEvent | None:
-        """The validation that chose the best round; the first of equals, as in training."""
-        return min(self.validations, key=lambda event: event["loss"], default=None)
+        """The validation that chose the best round, since the data last changed; the first of equals, as in
+        training."""
+        since = self.changes[-1]["round"] if self.changes else 0
+        return min((e for e in self.validations if e["round"] >= since), key=lambda e: e["loss"], default=None)
 
     @property
     def completed(self) -> int:
@@ -136,7 +130,14 @@ class RunRecord:
     @property
     def experts(self) -> int:
         # the start is validated, and its experts' load logged, a moment before discovery.json is written
-        return self.discovery["experts"] if self.discovery else max(1, len(self.expert_load))
+        if self.changes:
+            return self.changes[-1]["experts"]
+        return self.aligned or max(1, len(self.expert_load))
+
+    @property
+    def aligned(self) -> int:
+        """M as alignment found it; more may have opened since. 0 before discovery."""
+        return self.discovery["experts"] if self.discovery else 0
 
     @property
     def clients(self) -> dict[str, ClientBuckets]:
@@ -175,10 +176,10 @@ class RunRecord:
 
     @cached_property
     def feeding(self) -> dict[str, list[int]]:
-        """Examples that stand behind each expert, by client, [M] each."""
+        """Examples that stood behind each expert at alignment, by client, [M] each."""
         out = {}
         for name, client in self.clients.items():
-            row = [0] * self.experts
+            row = [0] * self.aligned
             for size, expert in zip(client["buckets"], client["experts"], strict=True):
                 if expert >= 0:  # a latecomer's bucket may fit no expert
                     row[expert] += size

@@ -4,14 +4,20 @@ Labels only sort what is written here; nothing in this file is read back by a me
 """
 
 from collections import Counter
+from collections.abc import Sequence
+from dataclasses import asdict
 
 import numpy as np
 import torch
 
 from fedweave.evaluation.audit import alignment_audit, per_task
+from fedweave.events import ChangeFigures, RoundFigures, ValidationFigures
+from fedweave.federation.client import Member, examples_of
+from fedweave.federation.news import Change
 from fedweave.federation.rounds import RoundReport
+from fedweave.federation.state import ServerState
 from fedweave.runs.workspace import TestSet, Workspace
-from fedweave.schema import LabelRecord, PromptMap, RoundFigures, ValidationFigures
+from fedweave.schema import LabelRecord, PromptMap
 from fedweave.streams import stream_key
 
 MAPPED = 1000  # prompts on the map
@@ -32,6 +38,24 @@ def round_record(report: RoundReport) -> RoundFigures:
         "bytes_down": report.bytes_down,  # each participant
         "client_losses": dict(sorted(report.losses.items())),
         "agreement": {names[index]: cosine for index, cosine in cosines.items()},
+    }
+
+
+def change_record(change: Change, state: ServerState, members: Sequence[Member]) -> ChangeFigures:
+    """What changed before a round, and how many examples every expert has from then on."""
+    return {
+        "came": change.came,
+        "went": change.went,
+        "placed": [asdict(bucket) for bucket in change.placed],  # type: ignore[misc]
+        "opened": change.opened,
+        "merged": change.merged,
+        "retired": change.retired,
+        "born": state.report.get("born", [0] * state.layout.experts),
+        "limit": change.limit,
+        "experts": state.layout.experts,
+        "fed": examples_of(members, state.layout.experts),
+        "bytes_up": change.up,
+        "bytes_down": change.down,
     }
 
 
@@ -63,7 +87,11 @@ def label_record(workspace: Workspace) -> LabelRecord:
     found = [c.buckets for c in clients], [c.assignment for c in clients]
     if len(workspace.tasks) > 1:
         record["audit"] = alignment_audit(*found, labels)
-    if 1 < len({kind for kinds in workspace.client_kinds for kind in kinds}) < len(workspace.tasks):
+    if (
+        1
+        < len({kind for kinds in workspace.client_kinds for kind in kinds})
+        < len({x for own in labels for x in own})
+    ):
         record["kind_audit"] = alignment_audit(*found, workspace.client_kinds)
     return record
 

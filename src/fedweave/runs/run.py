@@ -12,6 +12,7 @@ from fedweave.console import Console
 from fedweave.description.record import read_experts
 from fedweave.errors import UserError
 from fedweave.evaluation.losses import example_losses
+from fedweave.events import ValidationFigures
 from fedweave.federation.engines.distributed import world
 from fedweave.federation.private import privacy_figures
 from fedweave.federation.rounds import RoundReport, federate
@@ -20,16 +21,16 @@ from fedweave.files import write_atomic
 from fedweave.methods import build_method
 from fedweave.privacy.figures import PrivacyFigures
 from fedweave.runs.continuing import initial_state
-from fedweave.runs.course import BACK, END, ON, agreed, follow, judge, rounds_left, setback, setback_text
+from fedweave.runs.course import BACK, END, ON, agreed, follow, judge, renew, rounds_left, setback, setback_text
 from fedweave.runs.folder import Progress, RunFolder, require_new
 from fedweave.runs.live import LiveProgress
 from fedweave.runs.loggers import open_loggers, require_loggers
-from fedweave.runs.records import label_record, prompt_map, round_record, validation_record
+from fedweave.runs.records import change_record, label_record, prompt_map, round_record, validation_record
 from fedweave.runs.summary import peak_memory, served_models, summarise
 from fedweave.runs.testing import answer_scores
 from fedweave.runs.text import privacy_text, summary_text
 from fedweave.runs.workspace import Kept, Prepared, Workspace, prepare
-from fedweave.schema import LabelRecord, PromptMap, Summary, ValidationFigures
+from fedweave.schema import LabelRecord, PromptMap, Summary
 
 
 def start(config: Config, output: Path, console: Console, kept: Kept | None = None) -> Summary | None:
@@ -40,6 +41,7 @@ def start(config: Config, output: Path, console: Console, kept: Kept | None = No
         return None
     require_new(output)
     require_loggers(config.loggers)
+    build_method(config)  # what it cannot do shows before anything loads
     prepared = prepare(config, console, kept)
     initial_state(config, prepared.backbone)  # a bundle that does not fit shows before anything is written
     run = RunFolder.create(output, config, prepared.data.manifest)
@@ -94,6 +96,8 @@ def stand_by(path: Path, overrides: list[str], kept: Kept | None) -> None:
 
     def after_round(state: ServerState, report: RoundReport) -> ServerState:
         progress.state, progress.completed = state, report.t + 1
+        if report.change:
+            renew(progress)
         follow(progress, agreed(None), workspace.engine)
         workspace.engine.memories()
         return progress.state
@@ -213,7 +217,10 @@ def carry_out(run: RunFolder, context: RunContext, console: Console, started: fl
 
     def after_round(state: ServerState, report: RoundReport) -> ServerState:
         """Validate, remember the best or go back to it, save."""
-        completed = report.t + 1
+        completed, change = report.t + 1, report.change
+        if change:
+            changed = change_record(change, state, context.engine.members)
+            run.log({"event": "change", "round": completed, **changed})
         figures = round_record(report)
         note = "" if report.train_loss is None else f"train loss {report.train_loss:.3f}, "
         if context.config.privacy.level != "none":
@@ -222,7 +229,9 @@ def carry_out(run: RunFolder, context: RunContext, console: Console, started: fl
         run.log({"event": "round", "round": completed, **figures})
         rounds, every = context.config.training.rounds, context.config.evaluation.every
         progress.state, progress.completed, verdict = state, completed, ON
-        if completed % every == 0 or completed == rounds:
+        if change:
+            renew(progress)
+        if completed % every == 0 or completed == rounds or change:
             loss = _validate(context, state, run, completed)
             note += f"validation {loss:.3f}"
             verdict = judge(progress, loss, context.config.training.patience)

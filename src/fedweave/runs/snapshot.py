@@ -29,6 +29,7 @@ LATER = (
     "finish",
     "engine",
     "evaluation",
+    "living.notice",
     "training.rounds",
     "training.clients_per_step",
     "federation.min_answers",

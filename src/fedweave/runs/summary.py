@@ -113,11 +113,13 @@ def trained_parameters(config: Config, state: ServerState) -> int:
 
 def _communication(run: RunFolder, state: ServerState) -> Communication:
     """Bytes between clients and server, from the run's own log: before round 1, and per client and round."""
-    rounds = [event for event in read_events(run.metrics) if event["event"] == "round"]
+    events = read_events(run.metrics)
+    rounds = [event for event in events if event["event"] == "round"]
     before = list(state.report.get("preparation_bytes", {}).values())
     up = [sent for event in rounds for sent in event["bytes_up"].values()]
     down = [event["bytes_down"] for event in rounds for _ in event["participants"]]
-    return {
+    changes = [event for event in events if event["event"] == "change"]
+    figures: Communication = {
         "before_up": sum(client["up"] for client in before),
         "before_down": sum(client["down"] for client in before),
         "rounds_up": sum(up),
@@ -125,6 +127,10 @@ def _communication(run: RunFolder, state: ServerState) -> Communication:
         "per_client_and_round_up": round(sum(up) / max(1, len(up))),
         "per_client_and_round_down": round(sum(down) / max(1, len(down))),
     }
+    if changes:
+        figures["changes_up"] = sum(sum(event["bytes_up"].values()) for event in changes)
+        figures["changes_down"] = sum(sum(event["bytes_down"].values()) for event in changes)
+    return figures
 
 
 def _test(run: RunFolder, tester: Tester, progress: Progress, console: Console) -> Test:

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import torch
 
+from fedweave.alignment.kept import KeptSignatures, how_made
 from fedweave.backbone.catalog import public_name
 from fedweave.backbone.features import compute_features
 from fedweave.backbone.load import load_backbone
@@ -221,7 +222,13 @@ def _the_model(
     run, completed = read_run(folder), snapshot.meta["completed" if last else "best_round"]
     measured = next((event for event in run.validations if event["round"] == completed), None)
     base = base or public_name(config.backbone.model)
-    return models[0], Origin(config, completed, len(snapshot.meta["clients"]), run.summary, measured, base)
+    means, report = snapshot.tensors.get("signatures"), snapshot.meta["report"]
+    kept = None
+    if means is not None and "own_distances" in report:
+        own, halfway, buckets = (report[name] for name in ("own_distances", "halfway", "signed_buckets"))
+        kept = KeptSignatures(means, own, halfway, buckets, how_made(config))  # type: ignore[arg-type]
+    clients = len(snapshot.meta["clients"])
+    return models[0], Origin(config, completed, clients, run.summary, measured, base, kept)
 
 
 def _described(

@@ -3,6 +3,7 @@
 from dataclasses import dataclass, replace
 from typing import Any
 
+import numpy as np
 import torch
 
 from fedweave.backbone.features import cached_features
@@ -12,7 +13,7 @@ from fedweave.config import BackboneConfig, Config
 from fedweave.console import Console
 from fedweave.data import FederatedData, load_data
 from fedweave.data.clients import ClientWeights
-from fedweave.data.examples import Example, Task
+from fedweave.data.examples import Course, Example, Task
 from fedweave.errors import UserError
 from fedweave.federation.client import Client
 from fedweave.federation.engines.distributed import ShardedEngine, world
@@ -40,6 +41,21 @@ class TestSet:
 
 
 @dataclass
+class Scheduled:
+    """A simulated client's rows over the rounds, as ``data.changes`` has them."""
+
+    everything: ClientData  # all that it ever has, with features
+    here: dict[int, list[int]]  # as in Course
+
+    def version(self, t: int) -> int:
+        """The round before which the last change up to round t (counted from 0) happened."""
+        return max(number for number in self.here if number <= t + 1)
+
+    def data(self, version: int) -> ClientData:
+        return self.everything.part(self.here[version])
+
+
+@dataclass
 class Workspace:
     """The data side and the model side of a run."""
 
@@ -50,7 +66,13 @@ class Workspace:
     validation: TestSet
     test: TestSet
     unseen: TestSet | None  # tasks that nobody trains on
-    client_rows: list[list[Example]]  # for the audit, by client
+    rows: list[list[Example]]  # for the audit: all that each client ever has
+
+    @property
+    def client_rows(self) -> list[list[Example]]:
+        """What each client has at the moment."""
+        here = {client.index: _feed(client).here[client.version] for client in self.engine.members}
+        return [[rows[place] for place in here.get(i, range(len(rows)))] for i, rows in enumerate(self.rows)]
 
     @property
     def client_labels(self) -> list[list[str]]:
@@ -81,10 +103,19 @@ class Workspace:
 
     def gather(self) -> None:
         """One client with everybody's data."""
-        parts = [client.data for client in self.engine.members]
+        feeds = [_feed(client) for client in self.engine.members]
+        parts = [feed.everything for feed in feeds]
         examples, features = [e for part in parts for e in part.examples], torch.cat([p.features for p in parts])
-        self.engine.members = [Client(0, ClientData("everybody", examples, features, gathered=len(parts)))]
-        self.client_rows = [[e for rows in self.client_rows for e in rows]]
+        starts = np.cumsum([0, *map(len, parts)]).tolist()
+        here = {
+            number: [
+                start + i for start, f in zip(starts, feeds, strict=False) for i in f.here[f.version(number - 1)]
+            ]
+            for number in sorted({number for feed in feeds for number in feed.here})
+        }
+        feed = Scheduled(ClientData("everybody", examples, features, gathered=len(parts)), here)
+        self.engine.members = [Client(0, feed.data(0), feed=feed if len(here) > 1 else None)]
+        self.rows = [[e for rows in self.rows for e in rows]]
 
     def reveal_labels(self) -> None:
         """Swap every feature for its kind, one-hot. Nobody can tell which expert an unseen task belongs to."""
@@ -93,8 +124,10 @@ class Workspace:
         def one_hot(kinds: list[str]) -> torch.Tensor:
             return torch.nn.functional.one_hot(torch.tensor([names.index(x) for x in kinds]), len(names)).float()
 
-        for client, kinds in zip(self.engine.members, self.client_kinds, strict=True):
-            client.data.features = one_hot(kinds)
+        for client, rows in zip(self.engine.members, self.rows, strict=True):
+            feed = _feed(client)
+            feed.everything.features = one_hot([e.kind for e in rows])
+            client.data = feed.data(client.version)
         for held in (self.validation, self.test):
             held.features = one_hot(held.kinds)
         self.unseen = None
@@ -118,8 +151,8 @@ class Prepared:
         parts = features.split([len(encoded) for _, encoded in self.groups])
         names = list(self.data.clients)
         clients = [
-            Client(i, ClientData(name, encoded, part))
-            for i, (name, (_, encoded), part) in enumerate(
+            _client(i, ClientData(name, encoded, part), rows, self.data.courses.get(name))
+            for i, (name, (rows, encoded), part) in enumerate(
                 zip(names, self.groups[: len(names)], parts[: len(names)], strict=True)
             )
         ]
@@ -138,6 +171,26 @@ class Prepared:
         return Workspace(self.config, self.data, self.backbone, engine, validation, test, second, rows)
 
 
+def _feed(client: Client) -> Scheduled:
+    """A client whose rows never change has one schedule, too."""
+    if isinstance(client.feed, Scheduled):
+        return client.feed
+    return Scheduled(client.data, {0: list(range(len(client.data)))})
+
+
+def _client(index: int, data: ClientData, rows: list[Example], course: Course | None) -> Client:
+    """``data`` are all rows that it ever has."""
+    if course is None:
+        return Client(index, data)
+    place = {id(row): i for i, row in enumerate(rows)}  # without those whose answers were too long
+    kept = {
+        number: [place[id(course.rows[i])] for i in here if id(course.rows[i]) in place]
+        for number, here in course.here.items()
+    }
+    feed = Scheduled(data, kept)
+    return Client(index, feed.data(0), feed=feed)
+
+
 class Kept:
     """What the runs of a comparison share: the last backbone and the last prepared data. One of each, because a
     grid over backbones must not hold them all."""
@@ -154,6 +207,8 @@ def prepare(config: Config, console: Console, kept: Kept | None = None) -> Prepa
     if kept.prepared is None or kept.prepared[0] != key:
         kept.prepared = (key, _prepare(config, console, kept))
     prepared = replace(kept.prepared[1], config=config)
+    if world() is not None and config.data.changes:
+        raise UserError("data.changes needs one process; start the run without torchrun.")
     prepared.backbone.linear_layers(config.experts.target_modules)
     prepared.backbone.check_answer(config.evaluation.max_new_tokens, "evaluation.max_new_tokens")
     return prepared
@@ -174,7 +229,10 @@ def _prepare(config: Config, console: Console, kept: Kept) -> Prepared:
         ("test", data.test),
         *([("unseen", data.unseen)] if data.unseen else []),
     ]
-    parts = [*data.clients.items(), *held]
+    everybody = {
+        name: data.courses[name].rows if name in data.courses else rows for name, rows in data.clients.items()
+    }
+    parts = [*everybody.items(), *held]
     fitting, long_answers = backbone.prompts.encode_fitting, config.data.long_answers
     groups = [fitting(rows, long_answers, console.warn) for _, rows in parts]
     for (name, _), (rows, _) in zip(parts, groups, strict=True):

@@ -34,6 +34,10 @@ class ClientData:
     def __len__(self) -> int:
         return len(self.examples)
 
+    def part(self, rows: Sequence[int] | np.ndarray) -> ClientData:
+        """Some of it, in this order."""
+        return replace(self, examples=[self.examples[i] for i in rows], features=self.features[rows])
+
 
 @dataclass(frozen=True)
 class Shield:

@@ -11,7 +11,7 @@ from fedweave.cli import main
 from fedweave.federation.engines.in_process import InProcessEngine
 from fedweave.runs.folder import RunFolder
 from tests.federation.flower.processes import SITES, SMALL, Deployment
-from tests.helpers import assert_trained_alike, events, read_json, wait_for
+from tests.helpers import assert_trained_alike, events, read_json, wait_for, write_jsonl
 
 
 @contextmanager
@@ -235,6 +235,33 @@ def test_a_late_site_joins_a_running_federation_and_a_second_one_of_its_name_doe
         more = made.federate("more", "--resume", run, "training.rounds=10")
         made.finish(more, "more", 400)
         assert "site north is turned away: another node has this name" in made.log("more")
+
+
+@pytest.mark.slow
+def test_a_site_brings_a_new_kind_in_mid_run_and_the_finished_model_has_an_expert_for_it(tmp_path, model_folder):
+    """The site's file grows while the federation runs; the site is even killed and started again."""
+    living = ["living.notice=open", "living.least=6", "alignment.max_experts=8", "discovery.warmup_steps=6",
+              "discovery.warmup_lr=1e-2", "federation.sites=3", "federation.deadline=60"]  # fmt: skip
+    kinds = {"Add {} and {}.": "blue blue blue", "Name letter {} of {}.": "north wind", "Turn {} by {}.": "seventy"}
+    rows = [
+        [{"prompt": ask.format(i, 2 * i), "response": answer} for i in range(60)] for ask, answer in kinds.items()
+    ]
+    with running(tmp_path, model_folder) as made:
+        files = {site: made.data / f"{site}.jsonl" for site in SITES}
+        for i, site in enumerate(SITES):
+            write_jsonl(files[site], [*rows[0][i::3], *rows[1][i::3]])
+            made.site(site)
+        process, run = begin(made, 10, *living)
+        write_jsonl(files["north"], [*rows[0][::3], *rows[1][::3], *rows[2]])
+        wait_for(lambda: any(event["opened"] for event in events(run, "change")), "an expert that opens")
+        made.kill("north")
+        made.site("north")
+        made.finish(process, "federate", 600)
+        (change,) = events(run, "change")
+        assert set(change["came"]) == {"north"} and "new rows at north" in made.log("federate")
+        assert "north" in answering(run) and "its data has changed" not in made.log("federate")
+        assert read_json(run / "summary.json")["experts"] == change["experts"]
+        assert "The life of the experts" in card_and_page(run)[1], "and the bundle answers"
 
 
 @pytest.mark.slow

@@ -73,7 +73,8 @@ class Engine(ABC):
     # ---------------------------------------------------------------------------------- who is there
 
     def present(self) -> Sequence[Any]:
-        return self.members
+        """Who can be asked to train."""
+        return [member for member in self.members if member.takes_part]
 
     def newcomers(self) -> Sequence[Any]:
         """Clients that came after alignment and have no experts yet."""

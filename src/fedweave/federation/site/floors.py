@@ -45,5 +45,6 @@ def check_model(floors: Floors, fingerprint: str) -> None:
 
 def check_buckets(floors: Floors, sizes: Sequence[int]) -> None:
     """Refuse to send what a bucket of too few examples has given."""
+    sizes = [size for size in sizes if size]
     if sizes and min(sizes) < floors.bucket:
         raise Declined(f"a bucket is smaller than this site's floors.bucket={floors.bucket}")

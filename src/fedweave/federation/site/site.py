@@ -7,12 +7,11 @@ Its rows, features, buckets and labels stay in this process; what leaves, leaves
 import copy
 import secrets
 import traceback
-from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TypedDict
 
-import numpy as np
 import torch
 from typing_extensions import NotRequired
 
@@ -33,7 +32,9 @@ from fedweave.federation.engines.in_process import InProcessEngine
 from fedweave.federation.hello import Hello
 from fedweave.federation.message import Message
 from fedweave.federation.method import Method
+from fedweave.federation.news import News
 from fedweave.federation.private import known_sizes
+from fedweave.federation.site.feed import SiteFeed, Split, read_saved
 from fedweave.federation.site.floors import Declined, check_buckets, check_model, check_question
 from fedweave.federation.site.ledger import Ledger
 from fedweave.federation.site.settings import Floors, SiteConfig, own_files
@@ -55,6 +56,7 @@ class OwnFiles:
     def __init__(self, site: SiteConfig):
         self.site, self.name, self.floors = site, site.name, site.floors
         self.state: Path | None = Path(site.state)  # where private parameters are kept; None: in memory
+        self._seen: tuple[int, int] | None = None  # when the file was last written, and its size, at the last look
 
     def backbone(self, config: BackboneConfig) -> BackboneConfig:
         """The federation's backbone as this site loads it."""
@@ -62,13 +64,28 @@ class OwnFiles:
 
     def rows(self, config: Config, index: int) -> tuple[list[Example], list[Example]]:
         """Training and validation rows of client ``index``."""
-        rows = read_examples(_existing(self.site.data, "data"))
-        if not rows:
-            raise UserError(f"{self.site.data} is empty; add examples.")
+        rows = self.everything()
         if self.site.validation:
             return rows, read_examples(_existing(self.site.validation, "validation"))
+        return self.split(config, index, rows)
+
+    def everything(self) -> list[Example]:
+        path = _existing(self.site.data, "data")
+        self._seen = _written(path)
+        rows = read_examples(path)
+        if not rows:
+            raise UserError(f"{self.site.data} is empty; add examples.")
+        return rows
+
+    def look(self, index: int, t: int) -> list[Example] | None:
+        return None if self._seen == _written(_existing(self.site.data, "data")) else self.everything()
+
+    def split(self, config: Config, index: int, rows: list[Example], version: int = 0) -> Split:
+        """Rows kept back for validation, unless the site has a file of them."""
+        if self.site.validation:
+            return rows, []
         held: dict[str, list[Example]] = {"validation": []}
-        key = stream_key("holdout", config.seed, index)
+        key = stream_key("holdout", config.seed, index, *([version] if version else []))
         return hold_out(rows, ["validation"], held, config.data.holdout, key), held["validation"]
 
     def labels(self, config: Config) -> list[str] | None:
@@ -93,11 +110,27 @@ class Share:
     def rows(self, config: Config, index: int) -> tuple[list[Example], list[Example]]:
         return self.data.clients[self.name], self.data.validation[self.index :: len(self.data.clients)]
 
+    def everything(self) -> list[Example]:
+        course = self.data.courses.get(self.name)
+        return course.rows if course else self.data.clients[self.name]
+
+    def look(self, index: int, t: int) -> list[Example] | None:
+        course = self.data.courses.get(self.name)
+        return [course.rows[i] for i in course.here[course.last(t)]] if course else None
+
+    def split(self, config: Config, index: int, rows: list[Example], version: int = 0) -> Split:
+        return rows, []
+
     def labels(self, config: Config) -> list[str] | None:
         return self.data.kinds()
 
 
 Source = OwnFiles | Share
+
+
+def _written(path: Path) -> tuple[int, int]:
+    found = path.stat()
+    return found.st_mtime_ns, found.st_size
 
 
 def _existing(name: str, key: str) -> Path:
@@ -144,7 +177,7 @@ class Session:
     key: tuple[Config, int, str]  # settings, index, federation
     method: Method
     engine: InProcessEngine  # one client, whose answers leave the process
-    buckets: list[np.ndarray] = field(default_factory=list)  # all of them, also those that no expert serves
+    feed: SiteFeed  # its rows over the rounds
 
     @property
     def client(self) -> Client:
@@ -206,11 +239,11 @@ class Site:
             self._align(session, question)
         if step.name not in masks.NAMES:
             self.ledger.spend(session.key[2], session.key[0], step.name, floors.epsilon)
+        session.client.held = session.feed.held
         engine = session.engine
         asked = [Asked(session.client, question, engine.layers, engine.width)]
         ((_, message),) = engine.answers(step, asked, question)
-        if not question.facts["assignment"]:
-            session.buckets = session.client.buckets
+        if not question.facts["assignment"] or step.name == News.name:  # they form buckets
             check_buckets(floors, session.client.sizes)
         self._remember(session)
         return message
@@ -230,19 +263,25 @@ class Site:
         labels = self.source.labels(config) if method.uses_labels else None
         if method.uses_labels and labels is None:
             raise UserError(f"{config.method} is told every example's kind: it runs in simulations only.")
-        parts = []
-        for rows in self.source.rows(config, index):
+
+        def encode(rows: Sequence[Example]) -> tuple[list[Example], ClientData]:
             kept, encoded = backbone.prompts.encode_fitting(rows, config.data.long_answers, self.console.warn)
             if labels:
                 kinds = torch.tensor([labels.index(row.kind) for row in kept], dtype=torch.long)
                 features = torch.nn.functional.one_hot(kinds, len(labels)).float()
             else:
                 features = cached_features(backbone, [e.prompt for e in encoded], self.console)
-            parts.append(ClientData(self.source.name, encoded, features))
-        if not len(parts[0]):
+            return kept, ClientData(self.source.name, encoded, features)
+
+        folder = self._folder(federation)
+        saved = read_saved(folder) if lives(config) else None
+        feed = SiteFeed(self.source, config, index, encode, self.console, saved)
+        if not len(feed.here):
             raise UserError("no training row is left after rows with too long answers were dropped.")
-        client = Client(index, parts[0], held=parts[1])
-        if (folder := self._folder(federation)) is not None and (folder / _MEMORY).is_dir():
+        client = Client(index, feed.here, held=feed.held, feed=feed)
+        if saved is not None:
+            feed.restore(client, saved)
+        if folder is not None and (folder / _MEMORY).is_dir():
             try:
                 tensors, meta = load_checkpoint(folder / _MEMORY, Remembered)
             except Damaged as error:
@@ -253,23 +292,24 @@ class Site:
             remembered = {name: t.to(backbone.device) for name, t in tensors.items()}
             client.memory.load(remembered, meta["t"], meta.get("pace"))
         engine = InProcessEngine(backbone, [client], config, self.console, travels=True)
-        return Session((config, index, federation), method, engine)
+        return Session((config, index, federation), method, engine, feed)
 
     def _align(self, session: Session, question: Message) -> None:
-        """Give the client the buckets that alignment saw and the experts that they were given."""
-        if not session.buckets:  # the site was away: the same rows give the same buckets
-            session.method.form_buckets(session.engine.compute, [session.client])
-            session.buckets = session.client.buckets
-        sizes = known_sizes(session.key[0], [len(bucket) for bucket in session.buckets])
-        if sizes != list(question.facts["sizes"]):
+        """Give the client's buckets the experts that they were given."""
+        client, assignment = session.client, list(question.facts["assignment"])
+        if not client.buckets:  # the site was away: the same rows give the same buckets
+            session.method.form_buckets(session.engine.compute, [client])
+        if question.facts["step"] == News.name and len(client.buckets) >= len(assignment):
+            client.dissolve(len(assignment))  # buckets of which the server, resumed, knows nothing
+        elif known_sizes(session.key[0], client.sizes) != list(question.facts["sizes"]):
             raise Declined("its data has changed since this federation was aligned; restore it, or start anew.")
-        assignment = question.facts["assignment"]
-        pairs = [(b, m) for b, m in zip(session.buckets, assignment, strict=True) if m >= 0]
-        session.client.buckets, session.client.assignment = [b for b, _ in pairs], [m for _, m in pairs]
+        client.assignment = assignment
 
     def _remember(self, session: Session) -> None:
         """Put what only this site knows where a restart finds it."""
         memory, folder = session.client.memory, self._folder(session.key[2])
+        if folder is not None and lives(session.key[0]):
+            session.feed.save(folder, session.client)
         if folder is not None and memory.after:
             folder.mkdir(parents=True, exist_ok=True)
             save_checkpoint(folder, _MEMORY, memory.tensors(), {"t": memory.round, "pace": memory.pace})
@@ -279,6 +319,11 @@ class Site:
             return None
         safe = "".join(c for c in federation if c.isalnum())[:64]
         return self.source.state / "federations" / safe
+
+
+def lives(config: Config) -> bool:
+    """Whether the server asks for news of a site's rows."""
+    return config.living.notice != "off"
 
 
 def read_config(question: Message) -> Config:

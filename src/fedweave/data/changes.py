@@ -1,0 +1,111 @@
+"""``data.changes``: who gains and loses which rows, and before which round, as a pure function of the seed.
+
+10: client_00, client_01 gain sum        from round 10 on two clients have sums, which nobody had before
+10: all gain 30% of edit                 of a kind that everybody knows, as many rows come later
+12: all lose mood                        a kind vanishes
+"""
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from fedweave.data.examples import Course, Example
+from fedweave.errors import UserError, nearest
+from fedweave.streams import stream_key
+
+_CHANGE = re.compile(r"\s*(\d+)\s*:\s*(.+?)\s+(gain|lose)s?\s+(?:(\d+(?:\.\d+)?)\s*%\s+of\s+)?(\S.*?)\s*")
+_EVERYBODY = "all"
+
+
+@dataclass(frozen=True)
+class Change:
+    """One line of ``data.changes``."""
+
+    text: str
+    round: int  # before it; 1: from the beginning
+    clients: tuple[str, ...]
+    gain: bool
+    kind: str  # a task, or a kind of several
+    share: float  # of the kind's training rows, that come with this change
+
+    def concerns(self, row: Example) -> bool:
+        return self.kind in (row.task, row.kind)
+
+
+def read_changes(texts: Sequence[str], clients: Sequence[str], kinds: Sequence[str]) -> list[Change]:
+    """The lines of ``data.changes``, in the order of their rounds."""
+    return sorted((_read(text, clients, kinds) for text in texts), key=lambda change: change.round)
+
+
+def _read(text: str, clients: Sequence[str], kinds: Sequence[str]) -> Change:
+    found = _CHANGE.fullmatch(text)
+    if found is None:
+        raise UserError(
+            f"data.changes: {text!r} is not of the form 'ROUND: CLIENTS gain KIND', as in '10: client_0, client_1 "
+            "gain sum' or '12: all lose mood'."
+        )
+    number, who, verb, percent, kind = found.groups()
+    named = tuple(clients) if who == _EVERYBODY else tuple(dict.fromkeys(re.split(r"[,\s]+", who)))
+    for name in named:
+        if name not in clients:
+            raise UserError(f"data.changes: {text!r} names no client {name!r}: {nearest(name, clients)}")
+    if kind not in kinds:
+        raise UserError(f"data.changes: {text!r} names no kind of the data: {nearest(kind, kinds)}")
+    share = float(percent or 100) / 100
+    if int(number) < 1 or not 0 < share <= 1 or (verb == "lose" and percent):
+        raise UserError(f"data.changes: {text!r}: rounds count from 1, and up to 100 % of a kind can be gained.")
+    return Change(text, int(number), named, verb == "gain", kind, share)
+
+
+def new_kinds(texts: Sequence[str]) -> dict[str, int]:
+    """Kinds that nobody has in the beginning, and the round before which they come."""
+    found = [match.groups() for text in texts if (match := _CHANGE.fullmatch(text))]
+    gained = sorted((int(number), kind) for number, _, verb, share, kind in found if verb == "gain" and not share)
+    return {kind: number for number, kind in reversed(gained)}
+
+
+def hold_back(
+    changes: Sequence[Change], rows: Sequence[Example], seed: int
+) -> tuple[list[Example], dict[Change, list[Example]]]:
+    """(training rows that are there from the beginning, those that come with each gain). Rows go to the earliest
+    gain first; where several ask for all of a kind they share it evenly."""
+    rest, later = list(rows), {}
+    for kind in dict.fromkeys(change.kind for change in changes if change.gain):
+        gains = [change for change in changes if change.gain and change.kind == kind]
+        pool = [row for row in rest if gains[0].concerns(row)]
+        order = np.random.default_rng(stream_key("changes", seed, kind)).permutation(len(pool))
+        asked = sum(change.share for change in gains)
+        start = 0
+        for change in gains:
+            count = int(len(pool) * change.share / max(1.0, asked))
+            if count < len(change.clients):
+                raise UserError(
+                    f"data.changes: {change.text!r} has {count} rows for {len(change.clients)} clients; raise "
+                    "data.train or name fewer."
+                )
+            later[change] = [pool[i] for i in order[start : start + count]]
+            start += count
+        gone = {id(row) for change in gains for row in later[change]}
+        rest = [row for row in rest if id(row) not in gone]
+    return rest, later
+
+
+def courses(
+    clients: Mapping[str, list[Example]], changes: Sequence[Change], later: Mapping[Change, list[Example]]
+) -> dict[str, Course]:
+    """Every client's rows over the rounds. A gain is dealt out evenly among its clients."""
+    found = {name: Course(list(rows), {0: list(range(len(rows)))}) for name, rows in clients.items()}
+    for change in changes:
+        for place, name in enumerate(change.clients):
+            course = found[name]
+            here = course.here[max(course.here)]
+            if change.gain:
+                new = later[change][place :: len(change.clients)]
+                here = [*here, *range(len(course.rows), len(course.rows) + len(new))]
+                course.rows += new
+            else:
+                here = [i for i in here if not change.concerns(course.rows[i])]
+            course.here[0 if change.round == 1 else change.round] = here
+    return found

@@ -1,0 +1,95 @@
+"""The lines of metrics.jsonl: what a run logs, event by event. Plain JSON, as all of :mod:`fedweave.schema`."""
+
+from typing import Literal, TypedDict
+
+from typing_extensions import NotRequired
+
+from fedweave.schema import ByTask
+
+
+class Refusal(TypedDict):
+    client: str
+    reason: str
+
+
+class RoundFigures(TypedDict):
+    train_loss: float | None  # None: under differential privacy nobody tells
+    tokens: int
+    participants: list[str]
+    refused: list[Refusal]
+    clipped: list[str]
+    bytes_up: dict[str, int]  # by client
+    bytes_down: int  # to each participant
+    client_losses: dict[str, float]
+    agreement: dict[str, float | None]  # cosine of a client's update with the others'
+    epsilon: NotRequired[float]  # spent so far, where there is differential privacy
+
+
+class RoundEvent(RoundFigures):
+    event: Literal["round"]
+    round: int
+
+
+class ValidationFigures(TypedDict):
+    """``tasks`` to ``scores`` where the validation set is here, ``sites`` where every site has its own."""
+
+    loss: float  # over all examples
+    router_entropy: float | None
+    tasks: NotRequired[ByTask]
+    expert_load: NotRequired[list[float]]  # share of prompts that sparse routing sends to each
+    expert_weight: NotRequired[list[float]]  # mean router weight of each
+    scores: NotRequired[ByTask]
+    sites: NotRequired[dict[str, float]]  # none: nobody measured, and ``loss`` only counts rounds down
+
+
+class ValidationEvent(ValidationFigures):
+    event: Literal["validation"]
+    round: int
+
+
+class SetbackEvent(TypedDict):
+    """No better loss for ``training.patience`` rounds: back to the best state, or the end."""
+
+    event: Literal["setback"]
+    round: int  # after which that was noticed
+    best_round: int
+    pace: float  # share of the learning rates from here on
+    ended: bool
+
+
+class PlacedBucket(TypedDict):
+    """Rows that arrived, and where they went (federation/news.py)."""
+
+    client: str
+    rows: int
+    expert: int  # -1: kept apart
+    nearest: int
+    distance: float
+    loss: float
+    usual: float
+    doubt: float
+
+
+class ChangeFigures(TypedDict):
+    """What changed before a round: rows, and the experts for them."""
+
+    came: dict[str, int]  # client -> rows
+    went: dict[str, int]
+    placed: list[PlacedBucket]
+    opened: list[int]  # experts
+    merged: list[int]  # two that became one, by the numbers that they had
+    retired: list[int]  # experts, by the numbers that they had
+    born: list[int]  # of every expert from here on: the round before which it opened, 0 at alignment
+    limit: float | None  # distance beyond which a bucket belongs to no expert
+    experts: int  # from here on
+    fed: list[int]  # examples of every expert
+    bytes_up: dict[str, int]  # by client
+    bytes_down: dict[str, int]
+
+
+class ChangeEvent(ChangeFigures):
+    event: Literal["change"]
+    round: int  # the one that came after it
+
+
+Event = RoundEvent | ValidationEvent | SetbackEvent | ChangeEvent

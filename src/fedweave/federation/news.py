@@ -1,0 +1,126 @@
+"""The question between rounds: have your rows changed? A client answers with the sizes of its buckets.
+
+Rows that came wait at the client until its method groups them (``Method.group``); what becomes of buckets that have
+no expert yet is the server's affair (``Method.settle``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+
+from fedweave.federation.admission import Receipts
+from fedweave.federation.client import Client
+from fedweave.federation.message import Facts, Message, Refused
+from fedweave.federation.steps import Answer, Asked, Figure, Step
+
+if TYPE_CHECKING:
+    from fedweave.federation.compute import Compute
+    from fedweave.federation.method import Method
+
+
+@dataclass
+class Told:
+    """A client's buckets after its rows have changed."""
+
+    sizes: list[int]
+    experts: list[int]  # -1: none yet
+    came: int  # rows since it was last asked
+    went: int
+
+
+@dataclass
+class Placed:
+    """A bucket of rows that arrived, and what was decided: its expert, or -1 where it is kept apart."""
+
+    client: str
+    rows: int
+    expert: int
+    nearest: int  # of the experts that were there
+    distance: float  # of their signatures
+    loss: float  # under the expert that the router picks
+    usual: float  # loss of the client's other rows under theirs
+    doubt: float  # of the router: 1 - its largest weight
+
+
+@dataclass
+class Change:
+    """What has changed before round t."""
+
+    t: int
+    came: dict[str, int] = field(default_factory=dict)  # client -> rows
+    went: dict[str, int] = field(default_factory=dict)
+    placed: list[Placed] = field(default_factory=list)
+    opened: list[int] = field(default_factory=list)  # experts
+    merged: list[int] = field(default_factory=list)  # two experts that became one, by their old numbers
+    retired: list[int] = field(default_factory=list)  # experts, by their old numbers
+    limit: float | None = None  # distance beyond which a bucket belongs to no expert
+    up: dict[str, int] = field(default_factory=dict)  # client -> bytes
+    down: dict[str, int] = field(default_factory=dict)
+
+    def __bool__(self) -> bool:
+        return bool(self.came or self.went or self.placed or self.merged or self.retired)
+
+    def heard(self, receipts: Receipts, question: Message) -> None:
+        """Count what a question and its answers took."""
+        for name, sent in receipts.bytes_up.items():
+            self.up[name] = self.up.get(name, 0) + sent
+            self.down[name] = self.down.get(name, 0) + question.size
+
+
+class News(Step[Told]):
+    """What are your buckets in round t, and which experts do they have?"""
+
+    name = "news"
+
+    def __init__(self, method: Method):
+        self.method, self.config = method, method.config
+
+    def answer(self, compute: Compute, clients: Sequence[Client], question: Message) -> Iterator[Answer]:
+        for client in clients:
+            came, went = client.catch_up(question.facts["t"])
+            if len(client.waiting):
+                self.method.group(compute, client)
+            filled = [c for c, bucket in enumerate(client.buckets) if len(bucket)] or [
+                0
+            ]  # an empty one says: nothing
+            client.buckets = [client.buckets[c] for c in filled]
+            client.assignment = [client.assignment[c] for c in filled]
+            yield Answer(figures={
+                "sizes": client.sizes, "experts": client.assignment, "came": came, "went": went,
+            })  # fmt: skip
+
+    def figures(self, asked: Asked) -> dict[str, Figure]:
+        rows = self.config.federation.max_samples
+        most = len(asked.member.assignment) + max(asked.width, self.config.discovery.max_buckets)
+        return {
+            "sizes": Figure(int, 0, rows, (1, most)),
+            "experts": Figure(int, -1, asked.question.facts["experts"] - 1, (1, most)),
+            "came": Figure(int, 0, rows),
+            "went": Figure(int, 0, rows),
+        }
+
+    def parts(self, asked: Asked, figures: Facts) -> dict:
+        if len(figures["sizes"]) != len(figures["experts"]):
+            raise Refused("it does not name the expert of every bucket")
+        if not (self.method.uses_labels or {-1, *asked.member.assignment} >= set(figures["experts"])):
+            raise Refused("it names an expert that its buckets were not given")
+        return {}
+
+    def read(self, asked: Asked, parts: dict[str, torch.Tensor], figures: Facts) -> Told:
+        sizes, experts = ([int(n) for n in figures[name]] for name in ("sizes", "experts"))
+        return Told(sizes, experts, int(figures["came"]), int(figures["went"]))
+
+
+def into_the_nearest(client: Client) -> None:
+    """Every row that waits joins the bucket whose mean feature is nearest."""
+    features, filled = client.data.features, [c for c, bucket in enumerate(client.buckets) if len(bucket)] or [0]
+    means = [features[client.buckets[c]].mean(0) if len(client.buckets[c]) else features.mean(0) for c in filled]
+    nearest = torch.cdist(features[client.waiting], torch.stack(means)).argmin(1).numpy()
+    for place, c in enumerate(filled):
+        client.buckets[c] = np.concatenate([client.buckets[c], client.waiting[nearest == place]])
+    client.waiting = client.waiting[:0]

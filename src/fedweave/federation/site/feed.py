@@ -1,0 +1,139 @@
+"""A site's rows over the rounds: a file that grows or is replaced, or a simulation's schedule.
+
+Known rows keep their place, their feature and their side of the split; new ones are encoded, and come after them.
+What a site needs to find all of it again after a restart stays in its own folder: digests of rows, not the rows.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, Protocol, TypedDict
+
+import torch
+
+from fedweave.config import Config
+from fedweave.console import Console
+from fedweave.data.examples import Example
+from fedweave.errors import UserError
+from fedweave.federation.client import Client
+from fedweave.json_files import read_json, write_json
+from fedweave.training.batch import ClientData
+
+_SAVED = "rows.json"
+Split = tuple[list[Example], list[Example]]  # rows to train on, rows to validate on
+Encode = Callable[[Sequence[Example]], tuple[list[Example], ClientData]]  # rows that fit, and what a client sees
+
+
+class Source(Protocol):
+    """Where rows come from."""
+
+    def rows(self, config: Config, index: int) -> Split:
+        """Those of the beginning."""
+
+    def everything(self) -> list[Example]:
+        """All that are there."""
+
+    def look(self, index: int, t: int) -> list[Example] | None:
+        """All rows in round t, where they may be others than at the last look."""
+
+    def split(self, config: Config, index: int, rows: list[Example], version: int) -> Split:
+        """Which of these new rows are trained on."""
+
+
+class Saved(TypedDict):
+    """What a site writes down of its rows."""
+
+    rows: list[str]  # digest of every row that is trained on
+    held: list[str]
+    version: int
+    buckets: list[list[int]]
+    assignment: list[int]
+    waiting: list[int]
+
+
+def digest(row: Example) -> str:
+    return hashlib.sha256(json.dumps([row.prompt, row.response]).encode()).hexdigest()
+
+
+class SiteFeed:
+    """The rows of one site's client."""
+
+    def __init__(
+        self,
+        source: Source,
+        config: Config,
+        index: int,
+        encode: Encode,
+        console: Console,
+        saved: Saved | None = None,
+    ):
+        self.source, self.config, self.index, self.encode, self.console = source, config, index, encode, console
+        self.number = saved["version"] if saved else 0
+        self.unseen: list[Example] | None = None  # rows that are yet to be compared with those that it knows
+        if saved is None:
+            split = source.rows(config, index)
+        else:
+            self.unseen = source.everything()
+            rows = {digest(row): row for row in self.unseen}
+            split = [rows[n] for n in saved["rows"] if n in rows], [rows[n] for n in saved["held"] if n in rows]
+        (self.rows, self.here), (self.held_rows, self.held) = encode(split[0]), encode(split[1])
+
+    def data(self, version: int) -> ClientData:
+        return self.here
+
+    def version(self, t: int) -> int:
+        try:
+            found, self.unseen = self.unseen or self.source.look(self.index, t), None
+        except UserError as error:  # a file that somebody is writing at the moment
+            self.console.warn(f"{error} The site goes on with the rows that it has.")
+            found = None
+        if found is None:
+            return self.number
+        there, known = {digest(row) for row in found}, {digest(row) for row in [*self.rows, *self.held_rows]}
+        stay = [i for i, row in enumerate(self.rows) if digest(row) in there]
+        new = [row for row in found if digest(row) not in known]
+        if len(stay) == len(self.rows) and not new:
+            return self.number
+        self.number += 1
+        train, held = (self.encode(rows) for rows in self.source.split(self.config, self.index, new, self.number))
+        self.rows = [self.rows[i] for i in stay] + train[0]
+        self.here = joined(self.here.part(stay), train[1])
+        self.held_rows, self.held = self.held_rows + held[0], joined(self.held, held[1])
+        return self.number
+
+    # ---------------------------------------------------------------------------------- over restarts
+
+    def save(self, folder: Path, client: Client) -> None:
+        record: dict[str, Any] = {"version": 0, "waiting": [], **client.record()}
+        names = {"rows": [digest(row) for row in self.rows], "held": [digest(row) for row in self.held_rows]}
+        folder.mkdir(parents=True, exist_ok=True)
+        write_json(folder / _SAVED, {name: (record | names)[name] for name in Saved.__annotations__})
+
+    def restore(self, client: Client, saved: Saved) -> None:
+        """The client as it was written down, with those of its rows that are still there; others come as news."""
+        place = {digest(row): i for i, row in enumerate(self.rows)}
+
+        def still(bucket: Sequence[int]) -> list[int]:
+            return [place[name] for i in bucket if (name := saved["rows"][i]) in place]
+
+        client.restore({
+            **saved, "note": "", "buckets": [still(b) for b in saved["buckets"]], "waiting": still(saved["waiting"])
+        })  # fmt: skip
+
+
+def read_saved(folder: Path | None) -> Saved | None:
+    """What a site has written down of its rows, if it has."""
+    mend = "restore it, or remove it to join anew"
+    return None if folder is None else read_json(folder / _SAVED, Saved, mend)
+
+
+def joined(first: ClientData, second: ClientData) -> ClientData:
+    return replace(
+        first,
+        examples=[*first.examples, *second.examples],
+        features=torch.cat([first.features, second.features]) if len(second) else first.features,
+    )

@@ -1,0 +1,188 @@
+"""Experts that open, merge and close in mid-run.
+
+Before a round every bucket without an expert is placed (:mod:`fedweave.methods.newcomers`); an expert opens for
+what belongs to none. Two that have become alike become one, and one that nobody feeds stays as it is or is retired,
+where the config says so. Each is θ, φ and the kept signatures in another size; nothing old moves.
+"""
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import torch
+
+from fedweave.alignment.align import expert_distances
+from fedweave.alignment.novelty import alike, novelty_limit
+from fedweave.config import Config
+from fedweave.errors import UserError
+from fedweave.federation.admission import Receipts
+from fedweave.federation.client import examples_of
+from fedweave.federation.engines.base import Engine
+from fedweave.federation.message import Message
+from fedweave.federation.news import Change, Placed
+from fedweave.federation.state import ServerState, broadcast
+from fedweave.federation.steps import Step
+from fedweave.methods.familiar import Familiarity
+from fedweave.methods.growing import GrowRouter, grow_router
+from fedweave.methods.newcomers import Sign, apart, decide, kept_means, placed_lines, remember
+from fedweave.methods.preparation import signature_blocks, warm_starts
+from fedweave.methods.prototypes import Discover, StartExperts, first_adapter
+
+
+class Living:
+    """The questions between rounds, and the rules that read the replies."""
+
+    def __init__(
+        self, config: Config, discover: Discover, start: StartExperts | None, familiar: Familiarity | None
+    ):
+        self.config, self.discover, self.start, self.familiar = config, discover, start, familiar
+        self.sign, self.teach = Sign(discover), GrowRouter(config)
+
+    def steps(self) -> list[Step]:
+        return [self.sign, self.teach]
+
+    def settle(self, engine: Engine, state: ServerState, change: Change) -> ServerState:
+        """Everything that may happen to experts before a round."""
+        settings = self.config.living
+        if state.signatures is None:
+            raise UserError(
+                "this run has kept no signatures to tell new kinds from, since it began with living.notice=off; go "
+                "on with off, or start anew."
+            )
+        state = self.place(engine, state, change)
+        state = self.merge(engine, state, change) if settings.merge else state
+        return self.retire(engine, state, change) if settings.retire else state
+
+    # ---------------------------------------------------------------------------------- opening
+
+    def place(self, engine: Engine, state: ServerState, change: Change) -> ServerState:
+        """Every bucket without an expert gets one, or is kept apart until the operator has decided."""
+        asking = self.config.living.notice == "ask"
+        known = state.report.get("asked", {}) if asking else {}
+        pending = [m for m in engine.members if apart(m) and known.get(m.name) != [m.sizes[c] for c in apart(m)]]
+        question, heard = broadcast(state, change.t), Receipts()
+        signed = list(engine.ask(self.sign, pending, question, heard)) if pending else []
+        change.heard(heard, question)
+        signed.sort(key=lambda one: one[0].index)  # the order of arrival decides nothing
+        if not signed:
+            return state
+        units = [(member, c) for member, _ in signed for c in apart(member)]
+        blocks = signature_blocks(engine, self.discover, [told.signatures for _, told in signed])
+        distances = expert_distances(blocks, kept_means(state))  # [n, M]
+        change.limit = novelty_limit(
+            state.report["own_distances"], self.config.living.alarms, state.report["halfway"]
+        )
+        experts = decide(blocks, distances, change.limit, [m.sizes[c] for m, c in units], self.config)
+        if asking:
+            experts = [-1 if near > change.limit else m for m, near in zip(experts, distances.min(1), strict=True)]
+        figures = [
+            (loss, told.usual, doubt)
+            for _, told in signed
+            for loss, doubt in zip(told.losses, told.doubts, strict=True)
+        ]
+        for i, ((member, c), m) in enumerate(zip(units, experts, strict=True)):
+            member.assignment = [*member.assignment[:c], m, *member.assignment[c + 1 :]]
+            nearest = int(distances[i].argmin())
+            distance = float(distances[i, nearest])
+            change.placed.append(Placed(member.name, member.sizes[c], m, nearest, distance, *figures[i]))
+        first = state.layout.experts
+        change.opened = list(range(first, max([*experts, first - 1]) + 1))
+        for line in placed_lines(change):
+            engine.console.say(line)
+        state = remember(state, blocks, experts, change)
+        state.report["asked"] = {m.name: [m.sizes[c] for c in apart(m)] for m in engine.members if apart(m)}
+        return self.widen(engine, state, change, self.starts(engine, state, change)) if change.opened else state
+
+    def starts(self, engine: Engine, state: ServerState, change: Change) -> list[torch.Tensor]:
+        """What new experts start from, [P of one] each: the mean of their buckets' warmup adapters, or B = 0."""
+        if self.start is None:
+            return [first_adapter(state.layout.with_experts(1), self.config.seed)] * len(change.opened)
+        question, heard = Message(facts={"t": change.t, "first": state.layout.experts}), Receipts()
+        owners = [member for member in engine.members if set(member.assignment) & set(change.opened)]
+        starts = warm_starts(engine, self.start, state.layout, change.opened, owners, question, heard)
+        change.heard(heard, question)
+        return starts
+
+    def widen(
+        self, engine: Engine, state: ServerState, change: Change, starts: Sequence[torch.Tensor]
+    ) -> ServerState:
+        """θ and φ with further experts, which start so; the old ones are copied."""
+        layout, router = state.layout, state.router
+        assert router is not None and state.phi is not None
+        wide = engine.layout(layout.rank, layout.experts + len(starts), layout.shared)
+        theta = wide.stack(
+            [*layout.unstack(state.theta), *(one.to(state.theta) for one in starts)], shared_of(state)
+        )
+        router, phi = router.forgetting(state.phi[0])
+        router, phi = grow_router(engine, self.teach, router, phi, len(starts), change)
+        if self.familiar is not None:
+            heard = Receipts()
+            router, phi = self.familiar.learn(engine, router, phi, heard)
+            change.heard(heard, Message({"phi": phi}))
+        # a new expert and its output have far to go: what earlier rounds moved by is no measure for the next ones
+        return replace(state, layout=wide, theta=theta, router=router, phi=phi[None], norms={})
+
+    # ---------------------------------------------------------------------------------- merging and closing
+
+    def merge(self, engine: Engine, state: ServerState, change: Change) -> ServerState:
+        """Two experts of which one opened in mid-run, and whose buckets lie as near to each other as those of one
+        expert usually do, become one: the mean of both opens, both close."""
+        pair = alike(kept_means(state), state.report["own_distances"], state.report["born"])
+        if pair is None:
+            return state
+        signed, last = state.report["signed_buckets"], state.layout.experts
+        fed = examples_of(engine.members, last)
+        weights = torch.tensor([float(fed[m] or signed[m]) for m in pair])
+        weights /= weights.sum()
+        for member in engine.members:
+            member.assignment = [last if m in pair else m for m in member.assignment]
+        experts = state.layout.unstack(state.theta)
+        mean = sum(w * experts[m] for w, m in zip(weights.to(state.theta), pair, strict=True))
+        assert isinstance(mean, torch.Tensor) and state.signatures is not None
+        counts = torch.tensor([float(signed[m]) for m in pair]).to(state.signatures)
+        one = (counts @ state.signatures[list(pair)] / counts.sum())[None]
+        report = {
+            **state.report,
+            "signed_buckets": [*signed, sum(signed[m] for m in pair)],
+            "born": [*state.report["born"], change.t + 1],
+        }
+        state = replace(state, signatures=torch.cat([state.signatures, one]), report=report)
+        change.merged = list(pair)
+        engine.console.say(f"before round {change.t + 1}: experts {pair[0]} and {pair[1]} are alike and become one")
+        return self.close(engine, self.widen(engine, state, change, [mean]), pair)
+
+    def retire(self, engine: Engine, state: ServerState, change: Change) -> ServerState:
+        """Experts that nobody has fed for ``living.retire`` rounds close."""
+        fed = examples_of(engine.present(), state.layout.experts)
+        before = [*state.report.get("idle", []), *[0] * state.layout.experts]
+        idle = [0 if examples else rounds + 1 for examples, rounds in zip(fed, before, strict=False)]
+        state = replace(state, report={**state.report, "idle": idle})
+        gone = [m for m, rounds in enumerate(idle) if rounds > self.config.living.retire]
+        if not gone or len(gone) == len(fed):
+            return state
+        change.retired = gone
+        for m in gone:
+            engine.console.say(f"before round {change.t + 1}: nobody feeds expert {m} any more; it is retired")
+        return self.close(engine, state, gone)
+
+    def close(self, engine: Engine, state: ServerState, gone: Sequence[int]) -> ServerState:
+        """The state without these experts; the others move up."""
+        layout, router = state.layout, state.router
+        assert router is not None and state.phi is not None and state.signatures is not None
+        kept = [m for m in range(layout.experts) if m not in gone]
+        place = {m: i for i, m in enumerate(kept)}
+        for member in engine.members:
+            member.assignment = [place.get(m, -1) for m in member.assignment]
+        narrow, experts = engine.layout(layout.rank, len(kept), layout.shared), layout.unstack(state.theta)
+        theta = narrow.stack([experts[m] for m in kept], shared_of(state))
+        router, phi = router.narrowed(state.phi[0], kept)
+        lists = {name: state.report.get(name, []) for name in ("signed_buckets", "born", "idle")}
+        report = state.report | {name: [had[m] for m in kept if m < len(had)] for name, had in lists.items()}
+        return replace(
+            state, layout=narrow, theta=theta, router=router, phi=phi[None], signatures=state.signatures[kept],
+            report=report,
+        )  # fmt: skip
+
+
+def shared_of(state: ServerState) -> torch.Tensor:
+    """The columns that all experts share."""
+    return state.theta[(state.layout.expert_of_column == state.layout.experts).to(state.theta.device)]

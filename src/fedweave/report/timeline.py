@@ -1,0 +1,111 @@
+"""The life of a federation: which experts there were in which rounds, who fed them, what happened in between."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from fedweave.events import ChangeEvent
+from fedweave.report.parts import Section, Table
+from fedweave.report.style import SURFACE, Picture, canvas, colour, named_rows, tip, whole_rounds
+from fedweave.runs.reading import RunRecord
+
+
+@dataclass
+class Life:
+    """One expert from its opening to its end."""
+
+    number: int  # that it had when it opened; numbers move up when others close
+    opened: int  # the first round with it
+    stretches: list[tuple[int, int]] = field(default_factory=list)  # (from this round on, examples that feed it)
+    closed: int | None = None  # the first round without it
+    end: str = ""
+
+    @property
+    def name(self) -> str:
+        return f"expert {self.number}" + (f", round {self.opened}" if self.opened > 1 else "")
+
+
+def lives(run: RunRecord) -> list[Life]:
+    """All experts that there ever were."""
+    feeding = [sum(column) for column in zip(*run.feeding.values(), strict=True)] or [0] * run.aligned
+    now = [Life(m, 1, [(1, fed)]) for m, fed in enumerate(feeding)]
+    everyone = list(now)
+    for event in run.changes:
+        start = event["round"]
+        born = [Life(m, start) for m in event["opened"]]
+        now += born
+        everyone += born
+        gone: list[tuple[int, str]] = [(m, "merged") for m in event["merged"]]
+        if gone:
+            one = Life(len(now) - len(gone), start)
+            now.append(one)
+            everyone.append(one)
+        now = _without(now, gone, start)
+        now = _without(now, [(m, "retired") for m in event["retired"]], start)
+        for life, fed in zip(now, event["fed"], strict=True):
+            life.stretches.append((start, fed))
+    return everyone
+
+
+def _without(now: list[Life], gone: list[tuple[int, str]], start: int) -> list[Life]:
+    for m, end in gone:
+        now[m].closed, now[m].end = start, end
+    return [life for life in now if life.closed is None]
+
+
+def happened(event: ChangeEvent) -> list[str]:
+    """A change in words, for people."""
+    said = []
+    if event["came"]:
+        said.append(f"{sum(event['came'].values())} rows came to {_names(event['came'])}")
+    if event["went"]:
+        said.append(f"{sum(event['went'].values())} rows left {_names(event['went'])}")
+    for m in event["opened"]:
+        own = [bucket for bucket in event["placed"] if bucket["expert"] == m]
+        rows, near = sum(bucket["rows"] for bucket in own), min(bucket["distance"] for bucket in own)
+        clients = _names({bucket["client"]: 0 for bucket in own})
+        far = f"{near:.2f} from any other, limit {event['limit']:.2f}"
+        said.append(f"expert {m} opened for {rows} rows of {clients}: {far}")
+    if apart := [bucket for bucket in event["placed"] if bucket["expert"] < 0]:
+        rows = sum(bucket["rows"] for bucket in apart)
+        said.append(f"{rows} rows that fit no expert are kept apart until living.notice is open")
+    if event["merged"]:
+        said.append(f"experts {' and '.join(map(str, event['merged']))} became one")
+    said += [f"expert {m} was retired: nobody fed it" for m in event["retired"]]
+    return said
+
+
+def _names(clients: dict[str, int], most: int = 4) -> str:
+    names = list(clients)
+    return ", ".join(names[:most]) + (f" and {len(names) - most} others" if len(names) > most else "")
+
+
+def timeline(run: RunRecord) -> Picture | None:
+    """A bar for every expert over the rounds that it was there, pale where nobody fed it."""
+    if not run.changes:
+        return None
+    found, last = lives(run), max(run.completed, 1)
+    figure, ax = canvas(width=8.6, height=0.9 + 0.34 * len(found))
+    for row, life in enumerate(found):
+        starts = [*(start for start, _ in life.stretches), life.closed or last + 1]
+        for (start, fed), end in zip(life.stretches, starts[1:], strict=True):
+            (bar,) = ax.barh(
+                row, end - start, 0.7, start - 0.5, color=colour(row), edgecolor=SURFACE, alpha=1.0 if fed else 0.25
+            )
+            bar.set_gid(tip(f"{life.name}, round {start} on: {fed} examples", expert=row))
+        if life.end:
+            ax.text(starts[-1] - 0.4, row, life.end, va="center", fontsize=9)
+    named_rows(ax, [life.name for life in found], "")
+    ax.set_xlim(0.5, last + 0.5)
+    whole_rounds(ax)
+    caption = "From the round in which an expert opened; pale: nobody fed it, and it stayed as it was to the bit."
+    return Picture("timeline", "The life of the experts", caption, figure)
+
+
+def life(lead: RunRecord) -> Section:
+    """The chapter; empty where nothing changed."""
+    section = Section("life", "What changed in mid-run").show(timeline(lead))
+    rows = [[str(event["round"]), line] for event in lead.changes for line in happened(event)]
+    if rows:
+        section.tables.append(Table(["before round", "what happened"], rows))
+    return section

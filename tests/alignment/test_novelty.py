@@ -1,0 +1,80 @@
+"""When a bucket counts as new: the stated rate of false alarms holds, and one kind gets one expert."""
+
+import numpy as np
+import pytest
+
+from fedweave.alignment.align import signature_distance
+from fedweave.alignment.novelty import kinds_of, novelty_limit, own_distances
+from fedweave.config import from_tree
+from fedweave.methods.newcomers import decide
+
+
+def blobs(centres: int, each: int, spread: float, seed: int = 0) -> np.ndarray:
+    """[centres * each, 24] signatures of one block around orthogonal directions, one kind after another."""
+    rng = np.random.default_rng(seed)
+    means = np.eye(24)[:centres].repeat(each, 0)
+    return (means + spread * rng.normal(size=means.shape)).astype(np.float32)
+
+
+@pytest.mark.parametrize(("n", "alarms"), [(99, 0.05), (59, 0.1), (19, 0.05)])
+def test_false_alarms_come_at_the_rate_that_was_asked_for(n, alarms):
+    """Whatever the distribution; here one with a long tail."""
+    rng = np.random.default_rng(0)
+    draws = rng.lognormal(sigma=2.0, size=(4000, n + 1))
+    alarms_found = np.mean([row[-1] > novelty_limit(sorted(row[:-1]), alarms) for row in draws])
+    assert alarms_found == pytest.approx(alarms, abs=0.012)
+
+
+def test_few_buckets_promise_no_less_than_one_in_all_of_them():
+    assert novelty_limit([0.1, 0.2, 0.3], 0.05) == 0.3
+    assert novelty_limit([], 0.05) == float("inf"), "nothing is new where nothing is known"
+
+
+def test_where_experts_lie_far_apart_there_is_room():
+    assert novelty_limit([0.1, 0.2, 0.3], 0.05, halfway=0.5) == 0.5
+    assert novelty_limit([0.1, 0.2, 0.7], 0.05, halfway=0.5) == 0.7, "the rate holds in any case"
+
+
+def test_a_bucket_is_compared_with_the_others_of_its_expert():
+    distance = np.array([[0, 0.2, 0.9], [0.2, 0, 0.8], [0.9, 0.8, 0]])
+    assert own_distances(distance, [0, 0, 1]) == [0.2, 0.2], "who has an expert alone says nothing"
+    assert own_distances(distance, [0, 0, 0]) == pytest.approx([0.5, 0.55, 0.85])
+
+
+def test_far_buckets_that_are_near_each_other_are_one_kind():
+    rows = blobs(3, 4, 0.05)[[0, 4, 1, 8, 5, 2, 9, 3]]
+    assert kinds_of([rows], 0.5).tolist() == [0, 1, 0, 2, 1, 0, 2, 0]
+    assert kinds_of([rows[:1]], 0.5).tolist() == [0]
+
+
+def decided(sizes, **living):
+    """Five buckets: one of a known kind (its expert is the first direction), four of two new kinds."""
+    rows = blobs(3, 2, 0.05)[1:]
+    distances = 1 - rows @ np.eye(24, dtype=np.float32)[:2][[0, 23 % 2]].T  # experts 0 and 1
+    distances[:, 1] = 1.0  # expert 1 is like none of them
+    most = living.pop("most", 8)
+    config = from_tree({"living": {"notice": "open", **living}, "alignment": {"max_experts": most}})
+    return decide([rows], distances, 0.5, sizes, config)
+
+
+def test_every_new_kind_opens_one_expert():
+    assert decided([9, 10, 10, 10, 10], least=16) == [0, 2, 2, 3, 3]
+
+
+def test_a_kind_with_too_few_examples_or_without_room_joins_the_nearest():
+    assert decided([9, 10, 10, 3, 3], least=16)[:3] == [0, 2, 2]
+    assert decided([9, 10, 10, 3, 3], least=16)[3] in (0, 1, 2)
+    assert set(decided([9, 10, 10, 10, 10], least=16, most=3)) <= {0, 1, 2}
+    assert set(decided([9, 1, 1, 1, 1], least=16)) <= {0, 1}
+
+
+def test_a_known_kind_opens_nothing():
+    rows = blobs(2, 10, 0.1)
+    distance = signature_distance([rows])
+    owners = [0] * 10 + [1] * 10
+    limit = novelty_limit(own_distances(distance, owners), 0.05)
+    fresh = blobs(2, 50, 0.1, seed=1)
+    units = fresh / np.linalg.norm(fresh, axis=1, keepdims=True)
+    known = rows / np.linalg.norm(rows, axis=1, keepdims=True)
+    means = np.stack([known[:10].mean(0), known[10:].mean(0)])
+    assert np.mean((1 - units @ means.T).min(1) > limit) <= 0.1

@@ -1,0 +1,169 @@
+"""Sites whose files grow in mid-run: a kind that they bring opens an expert, and no restart forgets it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from fedweave.console import Console
+from fedweave.data import load_data
+from fedweave.federation.rounds import federate
+from fedweave.federation.site.settings import Floors, SiteConfig
+from fedweave.federation.site.site import OwnFiles, Site
+from fedweave.methods import build_method
+from fedweave.runs.workspace import prepare
+from tests.federation.flower.conftest import Federation
+from tests.federation.flower.test_one_truth import changed as with_rounds
+from tests.federations import changed
+
+pytestmark = pytest.mark.usefixtures("smooth_optimiser")
+
+
+@pytest.fixture
+def living(config):
+    return changed(
+        with_rounds(config, rounds=3), discovery={"warmup_steps": 6, "warmup_lr": 1e-2},
+        living={"notice": "open", "least": 6}, data={"train": 30},
+    )  # fmt: skip
+
+
+def rows_of(config) -> dict[str, dict[str, list[dict]]]:
+    """client -> task -> rows as a site's file has them."""
+    found: dict[str, dict[str, list[dict]]] = {}
+    for name, rows in load_data(config).clients.items():
+        for row in rows:
+            own = found.setdefault(name, {}).setdefault(row.task, [])
+            own.append({"prompt": row.prompt, "response": row.response})
+    return found
+
+
+def write(path: Path, rows: list[dict]) -> None:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+def own_sites(config, tmp_path, models) -> tuple[list[Site], dict[str, list[dict]]]:
+    """Three sites with files of their own and no sums yet, and the sums of each."""
+    sites, sums = [], {}
+    for name, kinds in rows_of(config).items():
+        sums[name] = kinds.pop("sum", [])
+        write(tmp_path / f"{name}.jsonl", [row for rows in kinds.values() for row in rows])
+        settings = SiteConfig(
+            name, str(tmp_path / f"{name}.jsonl"), state=str(tmp_path / name), floors=Floors(batch=1, clip=0.0),
+            backbone=config.backbone,
+        )  # fmt: skip
+        sites.append(Site(OwnFiles(settings), models, build_method, Console(quiet=True)))
+    return sites, sums
+
+
+def grow(tmp_path: Path, sums: dict[str, list[dict]], name: str) -> None:
+    with open(tmp_path / f"{name}.jsonl", "a") as out:
+        out.writelines(json.dumps(row) + "\n" for row in sums[name])
+
+
+def test_a_schedule_gives_the_model_of_the_in_process_run(living, models):
+    """News, signatures, opening and teaching over Flower's messages are those of one process."""
+    config = changed(living, data={"changes": ["2: client_0, client_1 gain sum", "3: all lose mood"]})
+    federation = Federation(config, models)
+    _, final, reports = federation.run()
+    engine = prepare(config, Console(quiet=True)).build(Console(quiet=True)).engine
+    method = build_method(config)
+    expected = federate(method, engine, method.prepare(engine), range(3), lambda state, report: None)
+    engine.detach()
+    assert reports[1].change.opened and final.layout == expected.layout
+    assert (final.theta - expected.theta).abs().max() <= 1e-5 and (final.phi - expected.phi).abs().max() <= 1e-5
+    assert "warning" not in federation.said
+
+
+@pytest.mark.parametrize("restart", [False, True], ids=["stays", "restarts"])
+def test_a_file_that_grows_brings_a_kind(living, tmp_path, models, restart):
+    """The site may even be restarted in between: it finds its buckets again, and no row leaves."""
+    sites, sums = own_sites(living, tmp_path, models)
+    federation = Federation(living, models, sites)
+    most = max(sums, key=lambda name: len(sums[name]))
+
+    def fate(step, node, t):
+        site = sites[node - 100]
+        if step == "evaluate" or site.source.name != most:
+            return "answers"
+        if (step, t) == ("train", 0):
+            grow(tmp_path, sums, most)
+        if restart and step in ("news", "train") and t:
+            site.session = None
+        return "answers"
+
+    federation.grid.fate = fate
+    before, final, reports = federation.run()
+    change = reports[1].change
+    assert change.opened and set(change.came) == {most}
+    assert final.layout.experts == before.layout.experts + len(change.opened)
+    assert f"new rows at {most}" in federation.said and "warning" not in federation.said
+    assert not any(reports[2].change.came.values()), "they came once"
+    assert all(len(report.receipts.accepted) == 3 for report in reports)
+    unfed = final.layout.unstack(final.theta)[change.opened[0]]
+    assert torch.isfinite(unfed).all()
+    sent = "".join(str(message.facts) for way, _, message in federation.grid.sent if way == "up")
+    assert not any(row["prompt"] in sent for row in sums[most])
+    kept = (tmp_path / most).rglob("rows.json")
+    assert all(row["prompt"] not in path.read_text() for path in kept for row in sums[most])
+
+
+def test_a_server_that_resumes_from_before_an_opening_opens_it_again(living, tmp_path, models):
+    """The site has formed buckets of which the server, gone back, knows nothing: their rows wait again."""
+    sites, sums = own_sites(living, tmp_path, models)
+    federation = Federation(living, models, sites)
+    most = max(sums, key=lambda name: len(sums[name]))
+    method = build_method(living)
+    federation.engine.enrol(3)
+    state = method.prepare(federation.engine)
+    records = [site.record() for site in federation.engine.members]
+    grow(tmp_path, sums, most)
+    first, change = method.live(federation.engine, state, 1)
+    again = Federation(living, models, sites)
+    again.engine.meet()
+    again.engine.restore(records, {})
+    second, repeated = method.live(again.engine, state, 1)
+    assert change.opened == repeated.opened and first.layout == second.layout
+    assert (first.theta - second.theta).abs().max() <= 1e-6
+
+
+def test_a_late_site_with_a_kind_of_its_own_opens_an_expert(living, tmp_path, models):
+    sites, sums = own_sites(living, tmp_path, models)
+    late = max(sums, key=lambda name: len(sums[name]))
+    write(tmp_path / f"{late}.jsonl", sums[late])
+    federation = Federation(living, models, sites)
+    node = next(number for number, site in zip(range(100, 103), sites, strict=True) if site.source.name == late)
+    absent = federation.grid.nodes.pop(node)
+
+    def fate(step, node_, t):
+        if (step, t) == ("train", 0):
+            federation.grid.nodes[node] = absent
+        return "answers"
+
+    federation.grid.fate = fate
+    before, final, reports = federation.run(sites=2)
+    assert any(report.change.opened for report in reports[1:]) and final.layout.experts > before.layout.experts
+    assert f"site {late} joins" in federation.said
+
+
+def test_a_file_that_is_being_written_is_read_later(living, tmp_path, models):
+    sites, sums = own_sites(living, tmp_path, models)
+    federation = Federation(living, models, sites)
+    most = max(sums, key=lambda name: len(sums[name]))
+
+    def fate(step, node, t):
+        if (step, t, node) == ("train", 0, 100):
+            grow(tmp_path, sums, most)
+            with open(tmp_path / f"{most}.jsonl", "a") as out:
+                out.write('{"prompt": "half a')
+        if (step, t, node) == ("train", 1, 100):
+            text = (tmp_path / f"{most}.jsonl").read_text()
+            (tmp_path / f"{most}.jsonl").write_text(text.removesuffix('{"prompt": "half a'))
+        return "answers"
+
+    federation.grid.fate = fate
+    _, _, reports = federation.run()
+    assert not reports[1].change.came and reports[2].change.opened
+    assert all(len(report.receipts.accepted) == 3 for report in reports)

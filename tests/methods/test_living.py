@@ -1,0 +1,215 @@
+"""Experts that open in mid-run: what is new starts from its warmups, and what is old does not move."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+
+from fedweave.federation.client import Client, examples_of
+from fedweave.federation.rounds import federate
+from fedweave.methods import build_method
+from fedweave.methods.newcomers import apart
+from fedweave.methods.prototypes import first_adapter
+from fedweave.router.mlp import RouterLayout
+from tests.federations import changed, make_engine
+
+
+class Arriving:
+    """A client that has some of its rows in round 0 and the rest from round 1 on."""
+
+    def __init__(self, client: Client, early: np.ndarray):
+        self.everything, self.early = client.data, early
+
+    def version(self, t: int) -> int:
+        return min(t, 1)
+
+    def data(self, version: int):
+        return self.everything if version else self.everything.part(self.early)
+
+
+@pytest.fixture
+def living(config):
+    """Warmups that tell kinds apart, on a model that knows nothing."""
+    return changed(
+        config, discovery={"warmup_steps": 6, "warmup_lr": 1e-2}, living={"notice": "open", "least": 8},
+        data={"train": 30, "clients": 3}, training={"rounds": 3},
+    )  # fmt: skip
+
+
+def federation(config, backbone):
+    """(engine, method): two clients get sums only from round 1 on; the third never has any."""
+    engine = make_engine(config, backbone)
+    for client in engine.members:
+        texts = [backbone.tokenizer.decode(e.ids) for e in client.data.examples]
+        early = np.flatnonzero(["finds" not in text for text in texts])
+        if client.index < 2:
+            client.feed = Arriving(client, early)
+        client.data = client.data.part(early)
+    return engine, build_method(config)
+
+
+def test_an_expert_opens_for_a_kind_that_comes_and_old_ones_stay(living, backbone):
+    engine, method = federation(living, backbone)
+    before = method.prepare(engine)
+    m = before.layout.experts
+    assert len(before.signatures) == m and len(before.report["own_distances"])
+    opened, change = method.live(engine, replace(before, norms={"router": [1e-9]}), 1)
+    assert not opened.norms, "what earlier rounds moved by limits nobody who has far to go"
+    assert change.opened and opened.layout.experts == m + len(change.opened)
+    assert set(change.came) == {"client_0", "client_1"} and not change.went
+    # to the bit: experts, what the router thinks of them, signatures
+    for old, new in zip(before.layout.unstack(before.theta), opened.layout.unstack(opened.theta), strict=False):
+        assert torch.equal(old, new)
+    old, new = (s.router.views(s.phi[0]) for s in (before, opened))
+    assert all(torch.equal(old[name], new[name][: len(old[name])]) for name in old)
+    assert len(new["linear2.bias"]) == opened.layout.experts and new["linear2.bias"][m:].any()
+    assert torch.equal(opened.signatures[:m][0], before.signatures[0]) or change.placed[0].expert == 0
+    # the new expert is the mean of its buckets' warmup adapters
+    adapters = engine.compute.adapters
+    for expert in change.opened:
+        own = [
+            adapters.read((client.index, c))
+            for client in engine.members
+            for c, owner in enumerate(client.assignment)
+            if owner == expert
+        ]
+        torch.testing.assert_close(opened.layout.unstack(opened.theta)[expert], torch.stack(own).mean(0))
+    assert all(sum(c.sizes) + len(c.waiting) == len(c.data) for c in engine.members), "every row has its place"
+    engine.detach()
+
+
+def test_who_feeds_an_expert_no_more_leaves_it_as_it_is(living, backbone):
+    """Rows of one kind go away everywhere; the experts that only they fed do not change by a bit."""
+    engine, method = federation(living, backbone)
+    state = method.prepare(engine)
+    state, _ = method.live(engine, state, 1)
+    keep = set(engine.members[0].assignment)
+    for client in engine.members:
+        client.feed = None
+        kept = [c for c, m in enumerate(client.assignment) if m in keep]
+        client.buckets, client.assignment = [client.buckets[c] for c in kept], [client.assignment[c] for c in kept]
+    unfed = set(range(state.layout.experts)) - keep
+    final = federate(method, engine, state, range(2, 4), lambda state, report: None)
+    engine.detach()
+    assert unfed, "some expert is not client 0's"
+    for m, (old, new) in enumerate(zip(*(s.layout.unstack(s.theta) for s in (state, final)), strict=True)):
+        assert torch.equal(old, new) == (m in unfed)
+
+
+def test_a_bucket_has_the_same_signature_at_any_time(living, backbone):
+    """Warmups start from the common A₀, not from what has been trained since: signatures stay comparable."""
+    engine, method = federation(living, backbone)
+    state = method.prepare(engine)
+    units = [(engine.members[2], 0)]
+    (first,) = method.discover.warm_up(engine.compute, units)
+    state = federate(method, engine, state, range(2), lambda state, report: None)
+    (later,) = method.discover.warm_up(engine.compute, units)
+    engine.detach()
+    assert torch.equal(first, later)
+    assert not torch.equal(state.layout.unstack(state.theta)[0], first_adapter(state.layout.with_experts(1), 42))
+
+
+@pytest.mark.parametrize("training", ["soft", "chosen"])
+def test_asked_the_operator_decides(living, backbone, training):
+    """Rows of a new kind are kept apart, train nobody, and are told of once; with open the expert opens."""
+    living = changed(living, router={"training": training})
+    asking = changed(living, living={"notice": "ask"})
+    engine, method = federation(asking, backbone)
+    state = method.prepare(engine)
+    m = state.layout.experts
+    after, change = method.live(engine, state, 1)
+    kept = [bucket for bucket in change.placed if bucket.expert < 0]
+    assert kept and not change.opened and after.layout.experts == m
+    assert {bucket.client for bucket in kept} == set(after.report["asked"])
+    client = next(c for c in engine.members if apart(c))
+    assert len(client) < len(client.data) and all(m >= 0 for m in method.labels(client, after)[client.served[0]])
+    reports = []
+    after = federate(method, engine, after, range(2, 3), lambda state, report: reports.append(report))
+    assert len(reports[0].receipts.accepted) == 3, "and the others train"
+    again, quiet = method.live(engine, after, 3)
+    assert not quiet and again.layout.experts == m, "nobody is asked twice"
+    opened, change = build_method(living).live(engine, again, 4)
+    assert change.opened and not any(map(apart, engine.members)) and not opened.report["asked"]
+    engine.detach()
+
+
+def test_few_rows_wait_for_more(living, backbone):
+    patient = changed(living, living={"least": 1000})
+    engine, method = federation(patient, backbone)
+    state = method.prepare(engine)
+    after, change = method.live(engine, state, 1)
+    engine.detach()
+    assert change.came and not change.placed and after is state
+    assert all(len(client.waiting) for client in engine.members[:2])
+
+
+def test_nothing_is_asked_where_nothing_can_change(config, backbone):
+    engine = make_engine(config, backbone)
+    method = build_method(config)
+    state = method.prepare(engine)
+    engine.ask = None
+    assert method.live(engine, state, 3)[0] is state
+    assert "own_distances" not in state.report and state.signatures is None
+    assert {"news", "sign", "grow"} & {step.name for step in method.steps()} == {"news"}
+    engine.detach()
+
+
+def test_a_router_that_takes_prompts_for_strange_learns_the_new_ones(living, backbone):
+    weave = changed(
+        living, router={"training": "chosen", "familiar": 0.95}, experts={"labels": "router", "start": "zero"}
+    )
+    engine, method = federation(weave, backbone)
+    state = method.prepare(engine)
+    opened, change = method.live(engine, state, 1)
+    assert isinstance(opened.router, RouterLayout) and opened.router.axes and change.opened
+    state, report = None, []
+    final = federate(method, engine, opened, range(2, 3), lambda state, r: report.append(r))
+    engine.detach()
+    assert final.layout.experts == opened.layout.experts and len(report) == 1
+
+
+# -------------------------------------------------------------------------------------- merging and closing
+
+
+def test_two_experts_that_are_alike_become_their_mean(living, backbone):
+    """An expert that opened is given the signature of another: both close, and their mean opens."""
+    engine, method = federation(changed(living, living={"merge": True}), backbone)
+    state, _ = method.live(engine, method.prepare(engine), 1)
+    last, fed = state.layout.experts - 1, examples_of(engine.members, state.layout.experts)
+    state.signatures[last] = state.signatures[0] / state.signatures[0].norm()
+    state.signatures[0] = state.signatures[last]
+    before = state.layout.unstack(state.theta)
+    merged, change = method.live(engine, state, 2)
+    assert change.merged == [0, last] and merged.layout.experts == last
+    after, feeding = merged.layout.unstack(merged.theta), examples_of(engine.members, last)
+    assert all(torch.equal(old, new) for old, new in zip(before[1:last], after, strict=False))
+    assert feeding == [*fed[1:last], fed[0] + fed[last]]
+    mean = (fed[0] * before[0] + fed[last] * before[last]) / (fed[0] + fed[last])
+    torch.testing.assert_close(after[-1], mean)
+    assert len(merged.signatures) == len(merged.report["born"]) == len(merged.report["signed_buckets"]) == last
+    federate(method, engine, merged, range(3, 4), lambda state, report: None)
+    engine.detach()
+
+
+def test_an_expert_that_nobody_feeds_is_retired_where_that_is_asked_for(living, backbone):
+    engine, method = federation(changed(living, living={"retire": 2}), backbone)
+    state, _ = method.live(engine, method.prepare(engine), 1)
+    lost, experts = engine.members[2].assignment[0], state.layout.experts
+    for client in engine.members:
+        kept = [c for c, m in enumerate(client.assignment) if m != lost]
+        client.buckets, client.assignment = [client.buckets[c] for c in kept], [client.assignment[c] for c in kept]
+    engine.members = [client for client in engine.members if client.buckets]
+    before = state.layout.unstack(state.theta)
+    counts = []
+    for t in range(2, 5):
+        state, change = method.live(engine, state, t)
+        counts.append(state.layout.experts)
+    engine.detach()
+    assert counts == [experts, experts, experts - 1] and change.retired == [lost]
+    kept = [one for m, one in enumerate(before) if m != lost]
+    assert all(torch.equal(old, new) for old, new in zip(kept, state.layout.unstack(state.theta), strict=True))
+    assert state.router.experts == len(state.signatures) == experts - 1
+    assert all(max(client.assignment) < experts - 1 for client in engine.members)

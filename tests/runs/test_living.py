@@ -1,0 +1,141 @@
+"""Data that change while a run goes on: rows come and go, and resuming finds them as they were."""
+
+import pytest
+
+import fedweave
+from fedweave.cli import main
+from fedweave.config import load_config
+from fedweave.report.timeline import lives
+from fedweave.runs.folder import RunFolder
+from fedweave.runs.reading import read_run
+from tests.helpers import events, read_json
+from tests.runs.test_faults import state_of
+
+OPENING = [
+    "living.notice=open", "living.least=8", "data.train=40", "data.clients=4", "discovery.warmup_steps=6",
+    "discovery.warmup_lr=1e-2", "training.rounds=4",
+    "data.changes=['2: client_0, client_1 gain sum', '3: all lose mood', '4: client_2 gains 50% of choice']",
+]  # fmt: skip
+CHANGES = "data.changes=['2: client_0, client_1 gain sum', '3: all lose mood']"
+METHODS = ["fedit", "fedlease", "ifca", "fedrouter", "local-only", "centralised", "oracle", "fedweave"]
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_rows_come_and_go_under_every_method(tmp_path, small, method):
+    run = tmp_path / "run"
+    assert main(["run", "quickstart", *small, CHANGES, f"method={method}", f"output={run}", "--quiet"]) == 0
+    first, second = events(run, "change")
+    assert (first["round"], second["round"]) == (2, 3)
+    assert sum(first["came"].values()) == 12 and not first["went"]
+    assert not second["came"] and sum(second["went"].values()) == 12
+    assert sum(second["fed"]) == 36, "sums, edits and choices are trained on"
+    assert first["bytes_up"] and read_json(run / "summary.json")["communication"]["changes_up"] >= 0
+
+
+def test_a_run_resumed_after_every_round_finds_the_rows_of_that_round(tmp_path, small):
+    """Also the best round, which is chosen anew where the data have changed."""
+    whole, broken = tmp_path / "whole", tmp_path / "broken"
+    begin = ["run", "quickstart", *small, CHANGES, "training.rounds=4", "method=fedit", "--quiet"]
+    assert main([*begin, f"output={whole}"]) == 0
+    assert main([*begin, f"output={broken}", "training.rounds=1"]) == 0
+    for rounds in (2, 3, 4):
+        assert main(["resume", str(broken), f"training.rounds={rounds}", "--quiet"]) == 0
+    assert state_of(whole) == state_of(broken)
+    assert read_json(whole / "summary.json")["validation"]["best_round"] >= 3
+
+
+# -------------------------------------------------------------------------------------- experts that open
+
+
+def test_kill_and_resume_around_an_opening_is_bit_identical(tmp_path, small, tiny_run):
+    """A run that ends and goes on before and after every change is the run that never stopped."""
+    whole, broken = tiny_run(*OPENING), tmp_path / "broken"
+    first = events(whole, "change")[0]
+    assert first["round"] == 2 and first["opened"], "an expert has opened"
+    begin = ["run", "quickstart", *small, *OPENING, "training.rounds=1", f"output={broken}", "--quiet"]
+    assert main(begin) == 0
+    for rounds in (2, 3, 4):
+        assert main(["resume", str(broken), f"training.rounds={rounds}", "--quiet"]) == 0
+    assert state_of(whole) == state_of(broken)
+
+
+@pytest.mark.parametrize("moment", ["sign", "grow"])
+def test_a_run_killed_while_an_expert_opens_opens_it_again(tmp_path, small, tiny_run, moment, monkeypatch):
+    from fedweave.methods.growing import GrowRouter
+    from fedweave.methods.newcomers import Sign
+
+    step = {"sign": Sign, "grow": GrowRouter}[moment]
+    broken = tmp_path / "broken"
+    with monkeypatch.context() as patched:
+        patched.setattr(step, "read", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
+        assert main(["run", "quickstart", *small, *OPENING, f"output={broken}", "--quiet"]) == 130
+    assert RunFolder(broken).newest().meta["completed"] == 1
+    assert main(["resume", str(broken), "--quiet"]) == 0
+    assert state_of(tiny_run(*OPENING)) == state_of(broken)
+
+
+def test_everything_copes_with_experts_that_opened(tiny_run, tmp_path, says):
+    """The best round, the bundle, the report, the budget and the live view."""
+    run, bundle = tiny_run(*OPENING), tmp_path / "bundle"
+    summary, changes = read_json(run / "summary.json"), events(run, "change")
+    experts = changes[-1]["experts"]
+    assert summary["experts"] == experts > read_json(run / "discovery.json")["experts"]
+    assert summary["validation"]["best_round"] >= changes[-1]["round"], "the best is chosen anew after a change"
+    says("export", run, bundle)
+    model = fedweave.load(bundle)
+    assert model.experts.layout.experts == experts
+    assert model.generate(["Ada has 3 pens and finds 4 more. How many pens in all?"])
+    page = tmp_path / "report.html"
+    says("report", run, "--output", page)
+    opened = f"expert {changes[0]['opened'][0]} opened for"
+    assert "The life of the experts" in page.read_text() and opened in page.read_text()
+    says("budget", run)
+    assert opened in says("watch", run, "--once")
+
+
+def test_the_timeline_knows_every_expert_whatever_its_number(tiny_run):
+    """Numbers move up when experts close; a life keeps the one that it opened with."""
+    run = read_run(tiny_run(*OPENING))
+    first = run.changes[0]
+    m, fed = first["experts"], first["fed"]
+    later = {**first, "came": {}, "opened": [], "placed": [], "round": 4, "experts": m - 1}
+    closing = {**later, "retired": [0], "fed": fed[1:]}
+    joining = {**later, "merged": [0, m - 2], "retired": [], "experts": m - 2, "fed": [*fed[2:-1], 7], "round": 5}
+    run.changes = [first, closing, joining]
+    found = {life.name: life for life in lives(run)}
+    assert found["expert 0"].end == "retired" and found["expert 0"].closed == 4
+    assert {found["expert 1"].end, found[f"expert {m - 1}, round 2"].end} == {"merged"}
+    assert len(found) == m + 1 and found[f"expert {m - 3}, round 5"].closed is None
+    assert [life.stretches[-1] for life in lives(run) if life.closed is None][-1] == (5, 7)
+
+
+def test_the_operator_is_asked_and_answers_by_resuming(tmp_path, small, capsys):
+    run = tmp_path / "run"
+    asking = [item for item in OPENING if not item.startswith("living.notice")]
+    assert (
+        main(["run", "quickstart", *small, *asking, "living.notice=ask", "training.rounds=2", f"output={run}"]) == 0
+    )
+    assert "kept apart; resume with living.notice=open" in capsys.readouterr().err
+    before = events(run, "change")[-1]
+    assert not before["opened"] and any(bucket["expert"] < 0 for bucket in before["placed"])
+    assert main(["resume", str(run), "living.notice=open", "training.rounds=4", "--quiet"]) == 0
+    assert events(run, "change")[1]["opened"]
+
+
+def test_a_run_that_kept_no_signatures_says_so(tiny_copy, complains):
+    run = tiny_copy()
+    assert "it began with living.notice=off" in complains(
+        "resume", run, "living.notice=open", "training.rounds=4", "--quiet"
+    )
+
+
+def test_off_is_a_word():
+    assert load_config("quickstart", ["living.notice=off"]).living.notice == "off"
+    assert load_config("quickstart", ["living.notice=open"]).living.notice == "open"
+
+
+def test_another_method_says_that_it_cannot(small, complains, tmp_path):
+    said = complains(
+        "run", "quickstart", *small, "method=fedit", "living.notice=open", f"output={tmp_path / 'run'}"
+    )
+    assert "method=fedit cannot open experts in mid-run; set living.notice=off" in said
