@@ -25,6 +25,8 @@ def look(browser, page, scheme="light", width=1200):
 
 
 def test_no_errors_and_no_network(browser, page):
+    for log in ("browser", "performance"):
+        browser.get_log(log)  # of pages before this one
     look(browser, page)
     assert browser.get_log("browser") == []
     messages = [json.loads(entry["message"])["message"] for entry in browser.get_log("performance")]
