@@ -95,12 +95,18 @@ class Snapshot:
         names = ("theta", "phi", "private", "signatures")  # what the best round has in common is there once
         parts = {name: self.tensors.get(f"{prefix}{name}", self.tensors.get(name)) for name in names}
         on_device = {name: t.to(device) for name, t in parts.items() if t is not None}
-        meta = self.meta
+        meta, theta, phi = self.meta, on_device["theta"], on_device.get("phi")
+        layout = AdapterLayout.of(layers, meta["rank"], meta["experts"], meta.get("shared", 0))
+        router = RouterLayout(**meta["router"]) if meta["router"] else None
+        if theta.shape != (layout.size,) or (phi is None if router else phi is not None):
+            raise self._damaged()
+        if router is not None and phi is not None and phi.shape != (len(meta["shares"]), router.size):
+            raise self._damaged()
         return ServerState(
-            layout=AdapterLayout.of(layers, meta["rank"], meta["experts"], meta.get("shared", 0)),
-            router=RouterLayout(**meta["router"]) if meta["router"] else None,
-            theta=on_device["theta"],
-            phi=on_device.get("phi"),
+            layout=layout,
+            router=router,
+            theta=theta,
+            phi=phi,
             shares=meta["shares"],
             pace=meta.get("pace", 1.0),
             private=on_device.get("private"),
@@ -108,6 +114,12 @@ class Snapshot:
             norms=meta["norms"],
             doubts=meta.get("doubts", {}),
             report=meta["report"],
+        )
+
+    def _damaged(self) -> UserError:
+        return UserError(
+            f"checkpoint {self.path} is damaged: its meta.json does not describe what its state.safetensors holds; "
+            "go on from another one with --checkpoint ROUND."
         )
 
     def best(self, layers: Mapping[str, Shaped], device: torch.device) -> ServerState:
