@@ -231,6 +231,12 @@ def test_pickled_weights_are_refused_by_name(damaged):
     assert "pytorch_model.bin is a pickle, which can run code" in complaint(damaged)
 
 
+def test_a_length_of_prompts_that_is_no_number_is_a_user_error(damaged):
+    path = damaged / "tokenizer_config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"model_max_length": "long"}))
+    assert "model_max_length in its tokenizer_config.json is 'long' and no number" in complaint(damaged)
+
+
 @pytest.mark.parametrize(
     "announced",
     [

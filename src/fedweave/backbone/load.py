@@ -240,6 +240,11 @@ def load_tokenizer(path: str, name: str) -> PreTrainedTokenizerFast:
         tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=False)
     except Exception as error:
         raise UserError(f"backbone.model={name} cannot be loaded: {first_line(error)}") from error
+    if isinstance(length := tokenizer.model_max_length, bool) or not isinstance(length, (int, float)):
+        raise UserError(
+            f"backbone.model={name}: model_max_length in its tokenizer_config.json is {length!r} and no number; "
+            "correct it, or remove that line."
+        )
     if not getattr(tokenizer, "is_fast", False):
         raise UserError(f"backbone.model={name} has no fast tokenizer, which FedWeave needs.")
     if tokenizer.pad_token is None and tokenizer.eos_token is None:
