@@ -239,7 +239,7 @@ def test_processes_share_a_grid_and_what_one_gives_up_another_takes(tmp_path, qu
 
 
 def _claim(output, name):
-    folder = output / "claims" / name
+    folder = output / "cells" / f"{name}.claim"
     folder.mkdir(parents=True)
     return folder
 

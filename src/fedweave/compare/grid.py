@@ -256,7 +256,7 @@ class Runner:
         return self.minutes is not None and spent + longest > 60 * self.minutes
 
     def _run(self, cell: Cell) -> Summary | None:
-        began, claim = time.monotonic(), cell.folder.parent.parent / "claims" / cell.folder.name
+        began, claim = time.monotonic(), cell.folder.with_name(f"{cell.folder.name}.claim")
         claim.mkdir(parents=True, exist_ok=True)
         with locked(claim) if world() is None else nullcontext():  # processes of one run share its cells' clients
             if (found := cell.finished) is not None:  # between the look and the lock
