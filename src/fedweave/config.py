@@ -13,6 +13,7 @@ import yaml
 
 from fedweave.config_method import (
     AlignmentConfig,
+    AttackConfig,
     DiscoveryConfig,
     ExpertsConfig,
     LivingConfig,
@@ -28,6 +29,7 @@ from fedweave.settings import Tree, build, insert, read_yaml, read_yaml_value, s
 
 __all__ = [
     "AlignmentConfig",
+    "AttackConfig",
     "DiscoveryConfig",
     "ExpertsConfig",
     "LivingConfig",
@@ -262,6 +264,7 @@ class Config:
     living: LivingConfig = field(default_factory=LivingConfig)
     federation: FederationConfig = field(default_factory=FederationConfig)
     privacy: PrivacyConfig = field(default_factory=PrivacyConfig)
+    attack: AttackConfig = field(default_factory=AttackConfig)
     evaluation: EvaluationConfig = field(default_factory=EvaluationConfig)
 
 

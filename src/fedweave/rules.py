@@ -22,6 +22,8 @@ def check_together(config: Config) -> None:
         raise UserError(f"data.wording=varied needs data.source=paper or tasks, not {data.source}.")
     if data.changes and data.source not in ("sample", "paper", "tasks"):
         raise UserError(f"data.changes needs data.source=sample, paper or tasks, not {data.source}.")
+    if config.attack.kind != "none" and (data.source in ("jsonl", "sites") or config.engine != "in-process"):
+        raise UserError("attack is for simulations: it needs data.source=sample, paper or tasks, and this process.")
     if config.init and config.engine == "flower":
         raise UserError("init starts federations of this process only; use engine=in-process.")
     if data.source in ("sample", "sites") and data.path:

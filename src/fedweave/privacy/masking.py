@@ -211,6 +211,13 @@ class Party:
         return {v: box[SHARE:] if v in here else box[:SHARE] for v, box in self.dealt.items()}
 
 
+@dataclass
+class Open:
+    """A client of a simulation: whoever could look at its sum plays the client, too, so that there are no masks."""
+
+    keys: dict[int, bytes]  # of everybody in the sum; empty
+
+
 # -------------------------------------------------------------------------------------- the server's part
 
 
