@@ -200,6 +200,11 @@ class FederationConfig:
         "auto lies halfway between the experts' own buckets and the nearest other expert.",
         low=0.0,
     )
+    fingerprint: str | None = setting(
+        None,
+        "Deployment: the backbone that sites must have, by the fingerprint that `fedweave site check` prints; "
+        "without it the server's own model (federation.test), or the one that federation.sites sites agree on.",
+    )
     test: str | None = setting(
         None, "Deployment: a JSONL file on the server to test on; without it the server needs no model."
     )

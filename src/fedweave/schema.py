@@ -190,6 +190,15 @@ class Test(TypedDict):
     unseen: NotRequired[Tested]  # the best round on tasks that nobody trained on, where there are any
 
 
+class AnatomyRecord(TypedDict):
+    """model.json of a run over sites: the backbone that all of them have."""
+
+    fingerprint: str
+    identity: dict[str, str]
+    width: int
+    layers: dict[str, list[int]]  # name -> inputs, outputs
+
+
 class LifeCourse(TypedDict):
     """course.json of a comparison: the validation losses of a run that changed, by round."""
 

@@ -90,7 +90,7 @@ class RehearsalEngine(Engine):
         self.layers, self.width = {}, 0
         self.identity: Mapping[str, str] = {}
         for _, told in self.ask(Hello(), self.members, Message()):
-            self.identity, self.layers, self.width = told.identity, told.layers, told.width
+            self.identity, self.layers, self.width = told.model.identity, told.model.layers, told.model.width
 
     def replies(self, step: Reply, asked: Sequence[Asked], question: Message) -> Iterator[tuple[Member, Sealed]]:
         for member in self.members:
