@@ -31,7 +31,10 @@ def announcing(shape: tuple[int, ...], descr: str, body: bytes) -> RecordDict:
 
 @pytest.mark.parametrize(
     ("shape", "descr", "body"),
-    [((2**60,), "<f4", b"1234"), ((2**34,), "<f4", b""), ((1,), "|O", b"12345678"), ((2,), "<f4", bytes(12)), ((-1,), "<f4", b"")],
+    [
+        ((2**60,), "<f4", b"1234"), ((2**34,), "<f4", b""), ((1,), "|O", b"12345678"), ((2,), "<f4", bytes(12)),
+        ((-1,), "<f4", b""),
+    ],
 )  # fmt: skip
 def test_an_array_is_what_its_header_announces(shape, descr, body):
     with pytest.raises(Refused, match="not what its header announces"):

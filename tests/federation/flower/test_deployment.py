@@ -234,7 +234,7 @@ def test_a_late_site_joins_a_running_federation_and_a_second_one_of_its_name_doe
         made.site("west")
         more = made.federate("more", "--resume", run, "training.rounds=10")
         made.finish(more, "more", 400)
-        assert "site north is turned away: another node has this name" in made.log("more")
+        assert "site north is turned away: its node is registered as west" in made.log("more")
 
 
 @pytest.mark.slow

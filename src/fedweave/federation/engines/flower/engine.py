@@ -96,9 +96,9 @@ class FlowerEngine(Engine):
 
     def restore(self, records: Sequence[dict[str, Any]], tensors: Mapping[str, torch.Tensor]) -> None:
         """The sites of a checkpoint; each is found again when its node says hello."""
-        known = [
-            {key: value for key, value in record.items() if key != "home"} for record in records
-        ]  # once a node
+        known = [dict(record) for record in records]
+        for record in known:
+            record.pop("home", None)  # the node, in earlier versions
         self.members = [RemoteSite(**record) for record in known]
         self._online = badges(self.grid)
         for client in self.members:
