@@ -15,15 +15,45 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
+from pathlib import Path
 
 import numpy as np
 import torch
 from sklearn.metrics import roc_auc_score
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from tokenizers.pre_tokenizers import Whitespace
+from tokenizers.trainers import WordLevelTrainer
+from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedTokenizerFast
 
 from fedweave.backbone.load import Backbone
 from fedweave.backbone.prompts import Encoded
+from fedweave.data.sample import make_sample
 from fedweave.discovery.signatures import Signatures
 from fedweave.experts.layout import AdapterLayout
+
+
+def wide_model(folder: Path) -> Path:
+    """Two layers of random weights, as wide as a small real model and with whole words as tokens: random embeddings
+    are farther from each other than learned ones, so that spans tell more of them than they would."""
+    rows = [row for pool in make_sample(2000, 0)[0].values() for row in pool]
+    tokenizer = Tokenizer(WordLevel(unk_token="<unk>"))
+    tokenizer.pre_tokenizer = Whitespace()
+    special = ["<unk>", "<pad>", "<eos>"]
+    tokenizer.train_from_iterator(
+        [f"{r.prompt} {r.response} Response" for r in rows], WordLevelTrainer(special_tokens=special)
+    )
+    fast = PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, pad_token="<pad>", eos_token="<eos>", unk_token="<unk>"
+    )
+    fast.save_pretrained(folder)
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=len(fast), hidden_size=512, intermediate_size=1024, num_hidden_layers=2, num_attention_heads=8,
+        num_key_value_heads=4, max_position_embeddings=512, tie_word_embeddings=True,
+    )  # fmt: skip
+    AutoModelForCausalLM.from_config(config).save_pretrained(folder)
+    return folder
 
 
 def first_inputs(backbone: Backbone) -> torch.Tensor:

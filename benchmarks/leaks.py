@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import tempfile
 from collections.abc import Callable, Iterable
 from itertools import islice
 from pathlib import Path
@@ -26,8 +25,8 @@ import numpy as np
 import torch
 from sklearn.metrics import roc_auc_score
 
-from benchmarks.inversion import answering, candidates, first_inputs, in_the_span, recovered
-from benchmarks.server_memory import tiny_model
+from benchmarks.inversion import answering, candidates, first_inputs, in_the_span, recovered, wide_model
+from benchmarks.server_memory import tiny_model, with_a_model
 from fedweave.backbone.features import compute_features
 from fedweave.config import Config, load_config
 from fedweave.console import Console
@@ -176,11 +175,15 @@ def main() -> None:
     parser.add_argument("--output", type=Path, help="a JSON file; what it has of the other question stays")
     parser.add_argument("overrides", nargs="*")
     args = parser.parse_args()
-    with tempfile.TemporaryDirectory() as scratch:
-        model = [] if any(o.startswith("backbone.model=") for o in args.overrides) else [tiny_model(Path(scratch))]
+    with with_a_model(args.overrides, wide_model if args.words else tiny_model) as overrides:
         size = [f"data.clients={args.clients}", f"data.train={args.examples * args.clients // 4}"]
-        fixed = [*BASE, *size, f"data.validation={args.examples}", f"training.batch_size={args.examples}"]
-        fixed += [*(f"backbone.model={folder}" for folder in model), *args.overrides]
+        fixed = [
+            *BASE,
+            *size,
+            f"data.validation={args.examples}",
+            f"training.batch_size={args.examples}",
+            *overrides,
+        ]
         if args.words:
             rows = table(words, SWITCHES | QUESTIONS, fixed, args.seeds)
         else:

@@ -18,6 +18,8 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 # glibc keeps freed memory for later, in pieces; what is measured here is what the server holds
@@ -105,6 +107,14 @@ def simulation(clients: int) -> dict:
         ]  # fmt: skip
         summary = start(load_config("quickstart", settings), Path(scratch) / "run", Console(quiet=True))
     return {"peak_mb": _peak(), "prototypes": summary["buckets"], "experts": summary["experts"]}
+
+
+@contextmanager
+def with_a_model(overrides: Sequence[str], make: Callable[[Path], Path] | None = None) -> Iterator[list[str]]:
+    """These overrides, and a tiny model, or one that ``make`` writes, where they name none."""
+    with tempfile.TemporaryDirectory() as scratch:
+        named = any(override.startswith("backbone.model=") for override in overrides)
+        yield [*([] if named else [f"backbone.model={(make or tiny_model)(Path(scratch))}"]), *overrides]
 
 
 def tiny_model(folder: Path) -> Path:

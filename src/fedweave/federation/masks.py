@@ -11,6 +11,7 @@ The rules of a method then hear one client that speaks for all: its parts are we
 from __future__ import annotations
 
 import math
+from abc import abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -21,7 +22,7 @@ from fedweave.errors import UserError
 from fedweave.federation.admission import Receipts
 from fedweave.federation.client import Client, Distant
 from fedweave.federation.message import Facts, Message, Refused
-from fedweave.federation.steps import Answer, Asked, Figure, Part, R, Reply, Step
+from fedweave.federation.steps import Answer, Asked, Figure, Part, R, Reply, Step, Summed
 from fedweave.privacy.masking import (
     KEYS,
     SEALED,
@@ -58,8 +59,9 @@ class _Masking(Step[torch.Tensor]):
         for client in clients:
             yield Answer({self.part: self.told(client, question)})
 
+    @abstractmethod
     def told(self, client: Client, question: Message) -> torch.Tensor:
-        raise NotImplementedError
+        """A client's bytes."""
 
 
 class AskKeys(_Masking):
@@ -110,7 +112,7 @@ NAMES = {step.name for step in STEPS}
 # -------------------------------------------------------------------------------------- the client
 
 
-def hidden(step: Reply, asked: Asked, client: Client, summands: Mapping[str, torch.Tensor]) -> torch.Tensor:
+def hidden(step: Summed, asked: Asked, client: Client, summands: Mapping[str, torch.Tensor]) -> torch.Tensor:
     """What leaves of an answer whose numbers are only ever added up: int64 [n]."""
     facts, party = asked.question.facts, client.party
     if MASKED not in facts:
@@ -149,7 +151,7 @@ def _bytes(tensor: torch.Tensor) -> bytes:
 class Masked(Reply[torch.Tensor]):
     """A masked answer to a step, as the door knows it."""
 
-    def __init__(self, step: Reply):
+    def __init__(self, step: Summed):
         self.name, self.step = step.name, step
 
     def said(self, t: int) -> str:
@@ -167,7 +169,7 @@ class Masked(Reply[torch.Tensor]):
 
 
 def masked_ask(
-    engine: Engine, step: Reply[R], members: Sequence[Any], question: Message, receipts: Receipts
+    engine: Engine, step: Summed[R], members: Sequence[Any], question: Message, receipts: Receipts
 ) -> Iterator[tuple[Any, R]]:
     """One reply, of all who have answered together; none where too few have. Clients of this process have nobody to
     hide from: their sum is the same to the bit without masks."""
@@ -225,7 +227,7 @@ def masked_ask(
 
 def _read(
     engine: Engine,
-    step: Reply[R],
+    step: Summed[R],
     member: Any,
     question: Message,
     receipts: Receipts,
@@ -248,7 +250,7 @@ def _read(
 
 
 def _sum(
-    engine: Engine, step: Reply, members: Sequence[Any], question: Message, receipts: Receipts
+    engine: Engine, step: Summed, members: Sequence[Any], question: Message, receipts: Receipts
 ) -> tuple[np.ndarray, list[int]]:
     """(the sum of masked answers as a stream, uint64 [n], whose they are)"""
     total, alive = np.zeros(1, dtype=np.uint64), []
