@@ -54,7 +54,7 @@ SWITCHES = {
 }
 # What a server may ask a client to do, where the client does not mind; a site's floors refuse the second.
 HOSTILE = ["training.batch_size=1", "training.clip=1e-9", "experts.rank=64", "discovery.warmup_batch=1",
-           "discovery.warmup_steps=2"]  # fmt: skip
+           "discovery.warmup_steps=2", "training.lr=1", "discovery.warmup_lr=1"]  # fmt: skip
 QUESTIONS = {
     "ten steps": ["training.local_steps=10"],
     "a hostile server": HOSTILE,
