@@ -51,7 +51,7 @@ def travelling(engine):
 def test_a_simulation_has_the_same_sums_to_the_bit_without_masks(level, config, backbone, monkeypatch):
     config = masked(config, privacy={"level": level}, discovery={"max_buckets": 1, "sketch": 4})
     _, expected = run(config, travelling(make_engine(config, backbone)))
-    monkeypatch.setattr("fedweave.privacy.masking.stream", None)  # whoever wants a mask has none
+    monkeypatch.setattr("fedweave.privacy.masking.mask", None)  # whoever wants a mask has none
     _, found = run(config, make_engine(config, backbone))
     assert torch.equal(found.theta, expected.theta) and torch.equal(found.phi, expected.phi)
 
