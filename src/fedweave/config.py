@@ -166,8 +166,12 @@ class FederationConfig:
     hostile: float = setting(
         0.3, "rule=trimmed or krum: share of the clients that may be hostile.", low=0.0, high=0.49
     )
-    max_share: float = setting(
-        1.0, "Most that one client counts in an expert or in the router, as a share.", low=0.0, high=1.0
+    max_share: float | Literal["auto"] = setting(
+        "auto",
+        "Most that one client counts in an expert or in the router, as a share; auto is a fifth over sites, whose "
+        "numbers of examples are their own claims, and 1 elsewhere.",
+        low=0.0,
+        high=1.0,
     )
     quarantine: int = setting(
         0,

@@ -111,7 +111,7 @@ def _check_masked(config: Config) -> None:
             federation.rule not in ("auto", "mean"),
             f"hides what federation.rule={federation.rule} compares, every client's own update; set it to mean",
         ),
-        (federation.max_share < 1, "hides who counts how much; set federation.max_share=1"),
+        (federation.max_share not in ("auto", 1.0), "hides who counts how much; set federation.max_share=1"),
         (federation.quarantine > 0, "hides who pulls against the others; set federation.quarantine=0"),
         (federation.update_dtype != "float32", "has its own encoding; set federation.update_dtype=float32"),
         (config.experts.labels == "router", "does not hide each bucket's expert; set experts.labels=buckets"),

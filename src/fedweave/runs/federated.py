@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 import torch
 from flwr.serverapp import Grid
 
+from fedweave.aggregation.robust import chosen_share
 from fedweave.backbone.features import compute_features
 from fedweave.backbone.load import Backbone, load_backbone
 from fedweave.config import Config
@@ -94,7 +95,7 @@ class SitesRun:
             build_method(self.config).evaluate, self.engine.members, broadcast(state, completed)
         )
         losses = {site.name: loss for site, loss in asked if loss.count}
-        total = overall(list(losses.values()), self.config.federation.max_share) if losses else Loss()
+        total = overall(list(losses.values()), chosen_share(self.config)) if losses else Loss()
         if not losses:
             self.engine.console.warn("no site measured a validation loss; the last round counts as the best.")
         return {

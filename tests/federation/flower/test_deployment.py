@@ -52,7 +52,7 @@ def assert_model_of_those_who_answered(deployment, run, monkeypatch):
         patch.setattr(InProcessEngine, "answers", answers)
         settings = [*SMALL, f"backbone.model={deployment.model}", f"training.rounds={len(answered)}"]
         own = ["data.source=jsonl", f"data.path={deployment.data}", f"output={other}"]
-        own.append("federation.rule=clip")  # which over sites is the default
+        own += ["federation.rule=clip", "federation.max_share=0.2"]  # which over sites are the defaults
         assert main(["run", "quickstart", *settings, *own, "--quiet"]) == 0
     ours, theirs = state(run), state(other)
     for name in ("theta", "phi"):
