@@ -5,6 +5,7 @@ from itertools import count
 
 import pytest
 
+from benchmarks.drift_picture import ARMS, draw
 from fedweave.compare.grid import cells, load_comparison
 from fedweave.compare.life import noticed
 from fedweave.data.sample import make_sample
@@ -64,3 +65,6 @@ def test_the_study_on_a_tiny_model(tmp_path, small, says):
     came = {c["title"]: sorted(c["came"].values()) for c in courses}
     assert came["drift, fedweave, open"] == [10, 12] and came["still, fedweave, open"] == []
     assert all(set(c["old"]) == set(map(str, range(14))) for c in courses if c["title"].startswith("drift"))
+    assert set(ARMS) == {c["title"] for c in courses} - {"control, fedweave, open"}
+    draw(tmp_path / "drift" / "course.json", tmp_path / "drift.svg")
+    assert "an oracle that is told" in (tmp_path / "drift.svg").read_text()
