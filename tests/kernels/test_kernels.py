@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 
 import fedweave.kernels
-from fedweave.kernels import entropy, experts, layer, products
+from fedweave.kernels import entropy, experts, layer, products, rotary
 from fedweave.kernels.attention import sequence_tiles, short_attention
 from fedweave.kernels.dropout import DropoutKeys, keep_mask
 from fedweave.kernels.experts import add_experts
@@ -28,7 +28,7 @@ def version(request, monkeypatch):
     if request.param == "triton" and not fedweave.kernels.fused(torch.zeros(1, device=DEVICE)):
         pytest.skip("needs a CUDA device (or TRITON_INTERPRET=1 and triton)")
     if request.param == "plain":
-        for module in (entropy, experts, layer, products):
+        for module in (entropy, experts, layer, products, rotary):
             monkeypatch.setattr(module, "fused", lambda x: False)
     return request.param
 
@@ -70,7 +70,7 @@ def test_a_norm_computed_again(version):
 
     def product(again: bool):
         s, h = layer.add_norm(x, delta, weight, 1e-5)
-        with layer.computed_again(h, s, weight, 1e-5) if again else nullcontext():
+        with layer.computed_again(h, lambda: layer.norm(s.detach(), weight, 1e-5)) if again else nullcontext():
             out = h.view(-1, 48) * other  # its gradient for ``other`` is h
         gone.append(weakref.ref(h.untyped_storage()))
         return s, out
@@ -95,7 +95,7 @@ def test_rotate(version):
         return torch.cat([a * c - b * s, b * c + a * s], -1)
 
     q, k, v = qkv.view(70, 8, 16).split([4, 2, 2], 1)
-    same(layer.rotate(qkv, cos, sin, 4, 2), (turned(q), turned(k), v), [qkv])
+    same(rotary.rotate(qkv, cos, sin, 4, 2), (turned(q), turned(k), v), [qkv])
 
 
 @pytest.mark.parametrize("softcap", [None, 5.0])

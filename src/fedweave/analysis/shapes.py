@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from fedweave.backbone.announced import in_gguf, skeleton
 from fedweave.backbone.decoder import FAMILIES
-from fedweave.backbone.load import linear_layers
+from fedweave.backbone.targets import linear_layers
 from fedweave.errors import UserError, first_line
 from fedweave.experts.layout import AdapterLayout
 from fedweave.training.memory import activation_numbers, joined_numbers

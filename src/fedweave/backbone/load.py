@@ -18,8 +18,10 @@ from fedweave.backbone import packing
 from fedweave.backbone.announced import check_announced, check_finite, in_folder
 from fedweave.backbone.catalog import locate
 from fedweave.backbone.decoder import Decoder
+from fedweave.backbone.library import LibraryLayers
 from fedweave.backbone.packing import Packed
 from fedweave.backbone.prompts import PromptFormat
+from fedweave.backbone.targets import linear_layers
 from fedweave.config import BackboneConfig
 from fedweave.errors import UserError, first_line
 from fedweave.settings import environment_number
@@ -52,6 +54,7 @@ class Backbone:
         self._decode_attention = "eager" if capped else "sdpa"
         self.model.set_attn_implementation(packing.ATTENTION)
         self.decoder = Decoder(self.model) if self.fused and Decoder.fits(self.model) else None
+        self._library = LibraryLayers(self.model)
         self._check_logits()
 
     @property
@@ -94,17 +97,19 @@ class Backbone:
         logits = hidden @ self.head.T
         return self.softcap * torch.tanh(logits / self.softcap) if self.softcap else logits
 
-    def hidden(self, packed: Packed, cache: Cache | None = None) -> torch.Tensor:
-        """Last hidden states after the final norm, [T, d]; a cache keeps every layer's keys and values."""
+    def hidden(self, packed: Packed, cache: Cache | None = None, again: bool = False) -> torch.Tensor:
+        """Last hidden states after the final norm, [T, d]; a cache keeps every layer's keys and values. ``again``:
+        a layer keeps its input alone for the backward pass, and runs a second time there."""
         if self.decoder is not None and cache is None:
-            return self.decoder.hidden(packed)
-        out = self.model.base_model(
-            input_ids=packed.ids,
-            position_ids=packed.positions,
-            past_key_values=cache,
-            use_cache=cache is not None,
-            packed=packed,
-        )
+            return self.decoder.hidden(packed, again)
+        with self._library.running(again):
+            out = self.model.base_model(
+                input_ids=packed.ids,
+                position_ids=packed.positions,
+                past_key_values=cache,
+                use_cache=cache is not None,
+                packed=packed,
+            )
         return out.last_hidden_state[0]
 
     def next_hidden(self, ids: torch.Tensor, positions: torch.Tensor, cache: Cache) -> torch.Tensor:
@@ -162,28 +167,6 @@ class Backbone:
                 f"{self.name} computes its logits in a way that FedWeave does not know "
                 f"({self.model.config.model_type}); Llama, Qwen2, Gemma-2 and Gemma-3 are tested."
             )
-
-
-def linear_layers(model: PreTrainedModel, targets: Sequence[str], title: str) -> dict[str, torch.nn.Linear]:
-    """The linear layers of ``model`` whose names end as ``experts.target_modules`` says, in model order."""
-    found = {
-        name: module
-        for name, module in model.named_modules()
-        if any(name == t or name.endswith(f".{t}") for t in targets)
-    }
-    missing = [t for t in targets if not any(n == t or n.endswith(f".{t}") for n in found)]
-    if missing:
-        linear = {n.split(".")[-1] for n, m in model.named_modules() if isinstance(m, torch.nn.Linear)}
-        raise UserError(
-            f"experts.target_modules: {missing[0]!r} matches no layer of {title}; its linear layers "
-            f"are {', '.join(sorted(linear))}."
-        )
-    for name, module in found.items():
-        if module is model.get_output_embeddings():
-            raise UserError(f"experts.target_modules: {name!r} is the output layer, which carries no experts.")
-        if not isinstance(module, torch.nn.Linear):
-            raise UserError(f"experts.target_modules: {name} is a {type(module).__name__}, not a linear layer.")
-    return found
 
 
 def load_backbone(config: BackboneConfig) -> Backbone:

@@ -184,6 +184,7 @@ class LockstepTrainer:
         # by size, whether columns are masked, and whether gates are given
         self._groups: dict[tuple[int, bool, bool], LaneGroup] = {}
         self.pace = 1.0  # share of the learning rates
+        self.checkpointing = config.checkpointing == "on"  # auto: whoever counts memory says so
         self._most: int | None = None  # lanes that went into memory, where not all did
         self.fits: dict[int, Fit] = {}  # how many of so many lanes march together
         self.warn: Callable[[str], None] = lambda sentence: None
@@ -268,7 +269,7 @@ class LockstepTrainer:
             per_sequence = weights.flatten(0, 1).index_select(0, batch.slot)  # [S, M]
             gates = spread(per_sequence, packed.sequence, packed.boundaries)[None]  # [1, T, M]
         with self.mixture.active(experts.leaves, gates, packed.lanes, batch.dropout):
-            hidden = self.backbone.hidden(packed)  # [T, d]
+            hidden = self.backbone.hidden(packed, again=self.checkpointing)  # [T, d]
         answers = hidden.index_select(0, batch.source)
         nll = token_nll(answers, self.backbone.head, batch.target, self.backbone.softcap)
         whose = batch.lane[None] == torch.arange(lanes, device=nll.device)[:, None]  # [K, n]
