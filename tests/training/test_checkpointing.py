@@ -17,9 +17,7 @@ def test_results_are_the_same_to_the_last_bit(backbone_of, family, targets):
     lanes = make_lanes(backbone, layout, router, clients=3, steps=3)
     results = []
     for checkpointing in ("off", "on"):
-        trainer, mixture = make_trainer(
-            backbone, layout, router, 0.2, targets=targets, checkpointing=checkpointing
-        )
+        trainer, mixture = make_trainer(backbone, layout, router, 0.2, targets=targets, checkpointing=checkpointing)
         results.append(list(trainer.train(lanes, 3)))
         mixture.detach()
     for plain, again in zip(*results, strict=True):

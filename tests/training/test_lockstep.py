@@ -3,17 +3,16 @@
 import copy
 import math
 
-import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
 
+from fedweave.errors import UserError
 from fedweave.experts.layout import AdapterLayout
 from fedweave.router.mlp import RouterLayout
 from fedweave.training.batch import Capacity, build_batch
 from fedweave.training.graphs import levels
 from fedweave.training.lockstep import LaneGroup, clip_lanes
-from fedweave.training.memory import lanes_that_fit
 from tests.helpers import TARGETS, make_lanes, make_trainer
 
 pytestmark = pytest.mark.usefixtures("smooth_optimiser")
@@ -212,10 +211,27 @@ def test_running_out_of_memory_halves_the_group_says_so_and_remembers(backbone, 
         assert torch.equal(mine.delta_theta, theirs.delta_theta)
 
 
-def test_lanes_that_fit_grow_with_shorter_sequences(backbone):
+def test_a_lane_that_does_not_fit_alone_runs_its_layers_again(backbone, monkeypatch):
     layout, router = setup(backbone)
-    lanes = make_lanes(backbone, layout, router, clients=3)
-    assert lanes_that_fit(backbone, lanes, 7).lanes == 7
-    roomy = lanes_that_fit(backbone, lanes, "auto")
-    mean = np.mean([len(e.ids) for lane in lanes for e in lane.data.examples])
-    assert roomy.lanes == int(4096 / (mean * 4)) and "4096 tokens" in roomy.why
+    lanes = make_lanes(backbone, layout, router, clients=2)
+    trainer, mixture = make_trainer(backbone, layout, router)
+    expected = list(trainer.train(lanes, 1))
+    real, said = trainer._train_group, []
+
+    def tight(group, on_step):
+        if len(group) > 1 or not trainer.checkpointing:
+            raise torch.OutOfMemoryError("no room")
+        return real(group, on_step)
+
+    monkeypatch.setattr(trainer, "_train_group", tight)
+    trainer.warn = said.append
+    results = list(trainer.train(lanes, 2))
+    assert ["1 at a time" in said[0], "layers run twice" in said[1], len(said)] == [True, True, 2]
+    for mine, theirs in zip(results, expected, strict=True):
+        assert torch.equal(mine.delta_theta, theirs.delta_theta)
+    monkeypatch.setattr(
+        trainer, "_train_group", lambda group, on_step: (_ for _ in ()).throw(torch.OutOfMemoryError)
+    )
+    with pytest.raises(UserError, match="set a smaller training"):
+        list(trainer.train(lanes, 1))
+    mixture.detach()

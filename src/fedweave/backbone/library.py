@@ -1,7 +1,7 @@
 """transformers' own decoder layers, where ``backbone/decoder.py`` does not know an architecture.
 
-The library lets a layer's call be replaced by one that keeps less of it. That is used for every call with gradients:
-a layer reads gates of its own, and runs again on the way back where that is asked for.
+The library lets a layer's call be replaced by one that keeps less of it. That is used for every call with
+gradients: a layer reads gates of its own, and runs again on the way back where that is asked for.
 """
 
 from __future__ import annotations

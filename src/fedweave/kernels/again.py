@@ -1,4 +1,4 @@
-"""A part of a network that keeps its inputs alone and runs a second time on the way back (activation checkpointing).
+"""A part of a network that keeps its inputs alone and runs again on the way back (activation checkpointing).
 
 Nothing in a step draws from a random state, dropout masks are hashes, and every kernel adds in a fixed order: the
 second run computes what the first one did, to the last bit.

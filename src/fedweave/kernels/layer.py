@@ -53,9 +53,7 @@ def norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 class _AddNorm(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx: Context, x: Tensor, delta: Tensor | None, weight: Tensor, eps: float
-    ) -> tuple[Tensor, Tensor]:
+    def forward(ctx: Context, x: Tensor, delta: Tensor | None, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
         ctx.set_materialize_grads(False)
         if fused(x):
             s, h, inverse = _forward(x.contiguous(), None if delta is None else delta.contiguous(), weight, eps)
