@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 import numpy as np
 import torch
@@ -83,12 +85,17 @@ def backbone_of(model, fused: bool) -> Backbone:
 
 
 def make_training(
-    backbone: Backbone, clients: list[ClientData], plan: list[list[np.ndarray]], graphs: bool
+    backbone: Backbone,
+    clients: list[ClientData],
+    plan: list[list[np.ndarray]],
+    graphs: bool,
+    targets: Sequence[str] = TARGETS,
+    checkpointing: Literal["on", "off"] = "off",
 ) -> tuple[LockstepTrainer, list[Lane]]:
     """FedWeave's trainer with a soft mixture on the backbone, and a lane for every client."""
-    layers, device = backbone.linear_layers(TARGETS), backbone.device
+    layers, device = backbone.linear_layers(targets), backbone.device
     layout, router = AdapterLayout.of(layers, RANK, EXPERTS), RouterLayout(backbone.width, 512, EXPERTS)
-    config = TrainingConfig(lr=1e-4, cuda_graphs=graphs)
+    config = TrainingConfig(lr=1e-4, cuda_graphs=graphs, checkpointing=checkpointing)
     trainer = LockstepTrainer(backbone, Mixture(layers, layout, ALPHA), router, config, DROPOUT, 5e-5)
     theta, phi = layout.initial(0).to(device), router.initial(0).to(device)
     return trainer, [Lane(c, p, theta, phi, (k,)) for k, (c, p) in enumerate(zip(clients, plan, strict=True))]

@@ -5,11 +5,14 @@ import torch
 
 from fedweave.experts.layout import AdapterLayout
 from fedweave.router.mlp import RouterLayout
-from tests.helpers import make_lanes, make_trainer
+from tests.conftest import FAMILIES
+from tests.helpers import TARGETS, make_lanes, make_trainer
 
 
-@pytest.mark.parametrize("targets", [("q_proj", "v_proj"), ("all-linear",)])
-@pytest.mark.parametrize("family", ["llama", "qwen2", "gemma2", "gemma3"])
+@pytest.mark.parametrize(
+    ("family", "targets"),
+    [("llama", TARGETS), ("gemma2", TARGETS), *((name, ("all-linear",)) for name in FAMILIES)],
+)
 def test_results_are_the_same_to_the_last_bit(backbone_of, family, targets):
     backbone = backbone_of(family)
     layout = AdapterLayout.of(backbone.linear_layers(targets), 4, 3)

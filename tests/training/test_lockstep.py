@@ -18,8 +18,8 @@ from tests.helpers import TARGETS, make_lanes, make_trainer
 pytestmark = pytest.mark.usefixtures("smooth_optimiser")
 
 
-def setup(backbone, experts=3, routed=True):
-    layout = AdapterLayout.of(backbone.linear_layers(TARGETS), 4, experts)
+def setup(backbone, experts=3, routed=True, targets=TARGETS):
+    layout = AdapterLayout.of(backbone.linear_layers(targets), 4, experts)
     return layout, RouterLayout(backbone.width, 16, experts) if routed else None
 
 
@@ -97,21 +97,30 @@ def test_clipping_is_per_lane_and_joint_over_experts_and_router():
     assert experts[1, 0].item() == pytest.approx(0.03) and router[1, 0].item() == pytest.approx(0.04)
 
 
-@pytest.mark.parametrize("weight_decay", [0.0, 0.1])
-def test_one_expert_training_equals_a_peft_loop(backbone, weight_decay):
+@pytest.mark.parametrize(
+    ("family", "targets", "weight_decay"),
+    [
+        ("llama", TARGETS, 0.0),
+        ("llama", TARGETS, 0.1),
+        *((family, ("all-linear",), 0.0) for family in ("llama", "qwen3", "phi3", "gemma2")),
+    ],
+)
+def test_one_expert_training_equals_a_peft_loop(backbone_of, family, targets, weight_decay):
     """Four steps of LoRA with AdamW and clipping, written the ordinary way with PEFT and padded batches."""
     from peft import LoraConfig, get_peft_model
 
-    layout, _ = setup(backbone, experts=1, routed=False)
+    backbone = backbone_of(family)
+    layout, _ = setup(backbone, experts=1, routed=False, targets=targets)
     lane = make_lanes(backbone, layout, None, clients=1)[0]
-    trainer, mixture = make_trainer(backbone, layout, None, clip=0.5, weight_decay=weight_decay)
+    trainer, mixture = make_trainer(backbone, layout, None, targets=targets, clip=0.5, weight_decay=weight_decay)
     result = next(trainer.train([lane], 1))
     mixture.detach()
 
+    theirs = "all-linear" if targets == ("all-linear",) else list(targets)
     with backbone.decoding():
         peft = get_peft_model(
             copy.deepcopy(backbone.model),
-            LoraConfig(r=4, lora_alpha=16, target_modules=list(TARGETS), lora_dropout=0.0, task_type="CAUSAL_LM"),
+            LoraConfig(r=4, lora_alpha=16, target_modules=theirs, lora_dropout=0.0, task_type="CAUSAL_LM"),
         )
     parameters = dict(peft.named_parameters())
     for name, tensor in layout.named(lane.theta, 0).items():

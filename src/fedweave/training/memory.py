@@ -6,8 +6,8 @@
     activations   what every layer keeps for the backward pass
     passing       what lives for a moment, at worst: a block of logits, or gradients within the last layer
 
-A layer keeps, per token, in numbers of the backbone's precision (d hidden width, q and k the widths of all query and
-key heads, I the MLP's, R̄ = M·r + R the rows of a stacked expert):
+A layer keeps, per token, in numbers of the backbone's precision (d hidden width, q and k the widths of all query
+and key heads, I the MLP's, R̄ = M·r + R the rows of a stacked expert):
 
                                             backbone/decoder.py     transformers, in half precision
     residual stream, inputs of norms        2 d                     2 d for each norm: they are float32
@@ -33,8 +33,8 @@ from fedweave.kernels.entropy import BLOCK_ELEMENTS
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
-# Measured, not derived (docs/budget.md): what libraries keep on a GPU for their products; on a CPU Python with torch
-# and transformers, and what the C library's allocator keeps in holes between tensors.
+# Measured, not derived (docs/budget.md): what libraries keep on a GPU for their products; on a CPU Python with
+# torch and transformers, and what the C library's allocator keeps in holes between tensors.
 _LIBRARIES = 0.15 * 2**30
 _PROCESS = 490 * 2**20
 _HOLES = 1.5

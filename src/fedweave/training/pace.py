@@ -2,8 +2,8 @@
 
 A step needs time for its arithmetic, 4 FLOP for every parameter and token (forward 2, backward through frozen
 weights 2), and time that does not depend on its tokens: kernels that are too short to fill the GPU, and, unless the
-step was recorded, a host that launches them one by one. So splitting clients into G groups costs G times the latter.
-At 3B that is nothing beside the arithmetic; at 135M a second group costs 17 % where steps are recorded (H200: 5
+step was recorded, a host that launches them one by one. So clients in G groups cost G times the latter. At 3B that
+is nothing beside the arithmetic; at 135M a second group costs 17 % where steps are recorded (H200: 5
 clients 13 ms a step, 10 clients 20 ms, 20 clients 35 ms), and as much as the first where they are not.
 
 Layers that run again cost a forward pass without their last product, which nobody reads: a quarter of the
