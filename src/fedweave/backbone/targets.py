@@ -42,3 +42,8 @@ def linear_layers(model: PreTrainedModel, targets: Sequence[str], title: str) ->
 def kinds(names: Iterable[str]) -> list[str]:
     """The last parts of layers' names, each once: q_proj, v_proj."""
     return list(dict.fromkeys(name.split(".")[-1] for name in names))
+
+
+def spelled_out(targets: Sequence[str], names: Iterable[str]) -> list[str]:
+    """``targets`` as names that every loader of adapters understands; ``names`` are those of the layers."""
+    return kinds(names) if tuple(targets) == (ALL,) else list(targets)
