@@ -1,5 +1,6 @@
 """Experts on every linear layer, and layers that run twice, from training to every format of export."""
 
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -7,8 +8,9 @@ import torch
 from safetensors.torch import load_file
 
 from fedweave.bundle.load import load_bundle
+from fedweave.bundle.programs import write_gguf, write_mlx
 from fedweave.cli import main
-from fedweave.runs.use import export_gguf, export_mlx, export_run, load
+from fedweave.runs.use import export_as, export_run, load
 from tests.bundle import test_gguf
 from tests.helpers import PROMPTS, read_json
 
@@ -52,7 +54,7 @@ def test_a_run_goes_on_from_such_a_bundle(bundle, small, tmp_path, complains):
 
 
 def test_other_programs_get_every_layer(bundle, tmp_path):
-    export_gguf(bundle, tmp_path / "gguf", "F32")
+    export_as(partial(write_gguf, quantisation="F32"), bundle, tmp_path / "gguf")
     test_gguf.test_an_expert_added_to_the_files_own_weights_is_the_expert(bundle, tmp_path / "gguf", tmp_path)
-    export_mlx(bundle, tmp_path / "mlx")
+    export_as(write_mlx, bundle, tmp_path / "mlx")
     assert len(read_json(tmp_path / "mlx" / "expert_0" / "adapter_config.json")["lora_parameters"]["keys"]) == 7

@@ -28,7 +28,8 @@ def initial_state(config: Config, backbone: Backbone) -> RoutedExperts | None:
         "experts.shared_rank": (experts.shared_rank if description["router"] else 0, description.get("shared", 0)),
         "experts.alpha": (experts.alpha, description["alpha"]),
         "experts.target_modules": (
-            sorted(spelled_out(experts.target_modules, layers)), sorted(description["target_modules"])
+            sorted(spelled_out(experts.target_modules, layers)),
+            sorted(description["target_modules"]),
         ),
     }
     for key, (asked, found) in wanted.items():
