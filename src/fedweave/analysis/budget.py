@@ -67,8 +67,8 @@ def predict(
     served: int | None = None,
     tokens: float = 115,
 ) -> Budget:
-    """The budget of ``config`` on a model of this shape, if discovery finds so many experts and buckets; ``tokens`` of
-    an example, 115 on average in the paper's tasks, decide about memory."""
+    """The budget of ``config`` on a model of this shape, if discovery finds so many experts and buckets. Memory
+    depends on an example's ``tokens``, 115 on average in the paper's tasks."""
     precision = precision or config.federation.update_dtype
     if precision not in PRECISIONS:
         raise UserError(f"precision={precision!r} is not known: {nearest(precision, PRECISIONS)}")

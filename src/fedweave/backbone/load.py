@@ -15,11 +15,12 @@ import numpy as np
 import torch
 
 from fedweave.backbone import packing
-from fedweave.backbone.announced import check_announced, check_finite, in_folder
+from fedweave.backbone.announced import check_announced, check_finite, check_room, in_folder
 from fedweave.backbone.catalog import locate
 from fedweave.backbone.decoder import Decoder
 from fedweave.backbone.library import LibraryLayers
 from fedweave.backbone.packing import Packed
+from fedweave.backbone.positions import steady_positions
 from fedweave.backbone.prompts import PromptFormat
 from fedweave.backbone.targets import linear_layers
 from fedweave.config import BackboneConfig
@@ -55,6 +56,8 @@ class Backbone:
         self.model.set_attn_implementation(packing.ATTENTION)
         self.decoder = Decoder(self.model) if self.fused and Decoder.fits(self.model) else None
         self._library = LibraryLayers(self.model)
+        # tokens that the model was made for, where it says so
+        self.longest = steady_positions(self.model, self.prompts.max_length, self.name)
         self._check_logits()
 
     @property
@@ -132,11 +135,6 @@ class Backbone:
         finally:
             self.model.set_attn_implementation(packing.ATTENTION)
 
-    @property
-    def longest(self) -> int | None:
-        """Tokens that the model was made for, where it says so."""
-        return getattr(self.model.config.get_text_config(), "max_position_embeddings", None)
-
     def longest_prompt(self, max_new_tokens: int) -> int:
         """Tokens of a prompt that leave room for an answer: as many as in training at least."""
         return max(self.prompts.max_length, (self.longest or 0) - max_new_tokens)
@@ -165,7 +163,7 @@ class Backbone:
         if not (close > 0.99 and abs(scale - 1) < 0.02):
             raise UserError(
                 f"{self.name} computes its logits in a way that FedWeave does not know "
-                f"({self.model.config.model_type}); Llama, Qwen2, Gemma-2 and Gemma-3 are tested."
+                f"({self.model.config.model_type}); Llama, Qwen, Gemma, Mistral, Phi-3 and SmolLM are tested."
             )
 
 
@@ -180,7 +178,9 @@ def load_backbone(config: BackboneConfig) -> Backbone:
     tokenizer = load_tokenizer(located.path, config.model)
     try:
         announced = AutoConfig.from_pretrained(located.path, trust_remote_code=False)
-        check_announced(announced, in_folder(Path(located.path)), f"backbone.model={config.model}")
+        found = in_folder(Path(located.path))
+        check_announced(announced, found, f"backbone.model={config.model}")
+        check_room(found.numbers * dtype.itemsize, device, config.model)
         model, info = AutoModelForCausalLM.from_pretrained(
             located.path, dtype=dtype, output_loading_info=True, trust_remote_code=False, use_safetensors=True
         )

@@ -91,7 +91,7 @@ def most_lanes(memory: StepMemory, one: Step, room: float, checkpointing: bool) 
 
 def step_memory(backbone: Backbone, layout: AdapterLayout) -> StepMemory:
     config = backbone.model.config.get_text_config()
-    return StepMemory(config, backbone.decoder is not None, backbone.head.element_size(), layout.names, layout.rows)
+    return StepMemory(config, backbone.decoder is not None, backbone.dtype.itemsize, layout.names, layout.rows)
 
 
 def pace_of(backbone: Backbone) -> Pace:
