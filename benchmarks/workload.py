@@ -19,6 +19,7 @@ from fedweave.training.batch import ClientData, Lane
 from fedweave.training.lockstep import LockstepTrainer
 
 TARGETS = ("q_proj", "v_proj")
+EVERY = ("all-linear",)
 EXPERTS, RANK, ALPHA, DROPOUT = 4, 8, 16, 0.1
 
 # (prompt mean, sd, answer mean, sd) in tokens: CoEdIT, GSM8K, TweetEval, ARC-C
@@ -43,6 +44,7 @@ SHAPES = {
     "135m": Shape(576, 30, 9, 3, 64, 1536, 49_152),  # SmolLM2-135M
     "0.5b": Shape(896, 24, 14, 2, 64, 4864, 151_936),  # Qwen2.5-0.5B
     "3b": Shape(3072, 28, 24, 8, 128, 8192, 128_256),  # Llama-3.2-3B
+    "8b": Shape(4096, 32, 32, 8, 128, 14_336, 128_256),  # Llama-3.1-8B, but one matrix for input and output
 }
 
 
@@ -91,10 +93,12 @@ def make_training(
     graphs: bool,
     targets: Sequence[str] = TARGETS,
     checkpointing: Literal["on", "off"] = "off",
+    experts: int = EXPERTS,
+    rank: int = RANK,
 ) -> tuple[LockstepTrainer, list[Lane]]:
     """FedWeave's trainer with a soft mixture on the backbone, and a lane for every client."""
     layers, device = backbone.linear_layers(targets), backbone.device
-    layout, router = AdapterLayout.of(layers, RANK, EXPERTS), RouterLayout(backbone.width, 512, EXPERTS)
+    layout, router = AdapterLayout.of(layers, rank, experts), RouterLayout(backbone.width, 512, experts)
     config = TrainingConfig(lr=1e-4, cuda_graphs=graphs, checkpointing=checkpointing)
     trainer = LockstepTrainer(backbone, Mixture(layers, layout, ALPHA), router, config, DROPOUT, 5e-5)
     theta, phi = layout.initial(0).to(device), router.initial(0).to(device)

@@ -41,7 +41,7 @@ def lanes_that_fit(
 ) -> Fit:
     """As many as asked for, or as the memory holds."""
     memory = step_memory(backbone, layout)
-    one, ways = _one_lane(lanes), _WAYS[training.checkpointing]
+    one, ways = one_lane(lanes), _WAYS[training.checkpointing]
     asked = training.clients_per_step
     if backbone.device.type != "cuda":
         again = ways[0] or (len(ways) > 1 and one.tokens * memory.token_bytes() > _CPU_BYTES)
@@ -99,7 +99,8 @@ def pace_of(backbone: Backbone) -> Pace:
     return Pace(parameters, backbone.model.config.get_text_config().num_hidden_layers)
 
 
-def _one_lane(lanes: Sequence[Lane]) -> Step:
+def one_lane(lanes: Sequence[Lane]) -> Step:
+    """The mean of these lanes' steps."""
     lengths = [len(e.ids) for lane in lanes for e in lane.data.examples]
     answers = sum(len(e.ids) - e.answer_start for lane in lanes for e in lane.data.examples)
     mean, batch = float(np.mean(lengths)), max(1, *(len(step) for lane in lanes for step in lane.schedule))
