@@ -103,9 +103,12 @@ def test_a_part_that_runs_again(version):
     assert all(torch.equal(a, b) for a, b in zip(*grads, strict=True))
 
 
-def test_gated_unit(version):
+@pytest.mark.parametrize("gelu", [False, True])
+def test_gated_unit(version, gelu):
     both = leaf(5, 2 * 1100)
-    same(layer.gated_unit(both), F.silu(both[:, :1100]) * both[:, 1100:], [both])
+    gate, up = both[:, :1100], both[:, 1100:]
+    activated = F.gelu(gate, approximate="tanh") if gelu else F.silu(gate)
+    same(layer.gated_unit(both, gelu), activated * up, [both])
 
 
 @pytest.mark.parametrize("normed", [False, True])

@@ -8,16 +8,17 @@ between products is one kernel each, with its gradient written out (``kernels/``
 frozen, little is kept for the backward pass: the stream s twice, what attention reads and writes, and [g u]. With
 ``again`` it is s alone, once, and a layer runs a second time on the way back.
 
-Families differ in what stands in a layer, and the layer itself says so: norms of heads (Qwen3), products that are
-joined already and heads that rotate in part (Phi-3), layers without positions (SmolLM3), windows (Mistral). Other
-architectures run through transformers (``backbone/library.py``).
+Families differ in what stands in a layer, and the layer itself says so: norms of heads (Qwen3, Gemma-3), products
+that are joined already and heads that rotate in part (Phi-3), layers without positions (SmolLM3) or with positions
+of their own (Gemma-3), windows (Mistral, Gemma), norms behind attention and MLP as well (Gemma). Whatever is none of
+these runs through transformers (``backbone/library.py``).
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -30,9 +31,12 @@ from fedweave.kernels.rotary import HeadNorms, rotate
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel
-    from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRMSNorm
+    from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 
-FAMILIES = ("llama", "qwen2", "qwen3", "mistral", "phi3", "smollm3")
+FAMILIES = ("llama", "qwen2", "qwen3", "mistral", "phi3", "smollm3", "gemma2", "gemma3_text")
+_ACTIVATIONS = {"silu": False, "gelu_pytorch_tanh": True}  # whether it is gelu
+
+Turn = tuple[torch.Tensor, torch.Tensor]  # cos and sin, [T, R]
 
 
 class Decoder:
@@ -41,6 +45,7 @@ class Decoder:
     def __init__(self, model: PreTrainedModel):
         self.base = model.base_model
         self.layers = [_Layer(layer, model.config) for layer in self.base.layers]
+        self.norm = _norm_of(self.base.norm)
 
     @staticmethod
     def fits(model: PreTrainedModel) -> bool:
@@ -48,79 +53,109 @@ class Decoder:
         config = model.config
         return (
             config.model_type in FAMILIES
-            and config.hidden_act == "silu"
+            and _activation(config) in _ACTIVATIONS
+            and not getattr(config, "use_bidirectional_attention", False)
             and all(layer.mlp.down_proj.weight.dtype == model.dtype for layer in model.base_model.layers)
         )
 
     def hidden(self, packed: Packed, again: bool = False) -> torch.Tensor:
         """Last hidden states after the final norm, [T, d]; with ``again`` layers keep their inputs alone."""
-        s = self.base.embed_tokens(packed.ids)  # [1, T, d]
-        angles = [angle[0] for angle in self.base.rotary_emb(s, packed.positions)]  # cos and sin, [T, R]
-        still = [torch.ones_like(angles[0]), torch.zeros_like(angles[1])]
-        s, delta = s[0], None
+        embedded = self.base.embed_tokens(packed.ids)  # [1, T, d]
+        turns = {layer.turn: self._turn(layer.turn, embedded, packed) for layer in self.layers}
+        s, delta = embedded[0], None
         for layer in self.layers:
-            turn = angles if layer.turned else still
+            turn = turns[layer.turn]
             if again and torch.is_grad_enabled():
                 s = run_layer_again(layer.linears, partial(layer.summed, turn=turn, packed=packed), s)
             else:
                 with with_own_gates(layer.linears):
                     s, delta = layer(s, delta, turn, packed)
-        final = self.base.norm
-        return add_norm(s, delta, final.weight, final.variance_epsilon)[1]
+        return add_norm(s, delta, *self.norm)[1]
+
+    def _turn(self, kind: tuple[str, ...] | None, embedded: torch.Tensor, packed: Packed) -> Turn:
+        """How layers of this kind rotate; None: not at all."""
+        cos, sin = self.base.rotary_emb(embedded, packed.positions, *(kind or ()))  # [1, T, R]
+        return (cos[0], sin[0]) if kind is not None else (torch.ones_like(cos[0]), torch.zeros_like(sin[0]))
+
+
+class _Norm(NamedTuple):
+    weight: torch.Tensor  # [d]
+    eps: float
+
+
+def _norm_of(module: Any) -> _Norm:
+    """Gemma's weights are what is added to 1, in float32."""
+    if hasattr(module, "variance_epsilon"):
+        return _Norm(module.weight.data, module.variance_epsilon)
+    return _Norm(1 + module.weight.data.float(), module.eps)
+
+
+def _activation(config: PretrainedConfig) -> str:
+    return getattr(config, "hidden_activation", None) or config.hidden_act
 
 
 class _Layer:
     def __init__(self, layer: LlamaDecoderLayer, config: PretrainedConfig):
         attention, mlp = layer.self_attn, layer.mlp
-        joined = hasattr(attention, "qkv_proj")
+        joined, framed = hasattr(attention, "qkv_proj"), hasattr(layer, "pre_feedforward_layernorm")
         names = ["qkv_proj"] if joined else ["q_proj", "k_proj", "v_proj"]
-        self.norms = (layer.input_layernorm, layer.post_attention_layernorm)
+        before = "pre_feedforward_layernorm" if framed else "post_attention_layernorm"
+        self.norms = (_norm_of(layer.input_layernorm), _norm_of(getattr(layer, before)))
+        behind = ["post_attention_layernorm", "post_feedforward_layernorm"] if framed else []
+        self.behind = [_norm_of(getattr(layer, name)) for name in behind]
         self.qkv = _Joined([getattr(attention, name) for name in names])
         self.out = _Joined([attention.o_proj])
         self.gate_up = _Joined([mlp.gate_up_proj] if joined else [mlp.gate_proj, mlp.up_proj])
         self.down = _Joined([mlp.down_proj])
         self.linears = [w for product in (self.qkv, self.out, self.gate_up, self.down) for w in product.layers]
+        self.gelu = _ACTIVATIONS[_activation(config)]
         self.heads, self.kv_heads = config.num_attention_heads, config.num_key_value_heads
         self.scaling: float = attention.scaling
         # some families say it of every layer, others once for all
         self.window = getattr(attention, "sliding_window", getattr(config, "sliding_window", None))
-        self.turned = bool(getattr(attention, "use_rope", True))
+        self.softcap = getattr(attention, "attn_logit_softcapping", None)
+        self.turn: tuple[str, ...] | None = () if getattr(attention, "use_rope", True) else None
+        if "rope_theta" not in config.rope_parameters:  # one for every kind of layer
+            self.turn = (attention.layer_type,)
         self.head_norms = None
         if hasattr(attention, "q_norm"):
-            weights = torch.stack([attention.q_norm.weight.data, attention.k_norm.weight.data])
-            self.head_norms = HeadNorms(weights, attention.q_norm.variance_epsilon)
+            q, k = _norm_of(attention.q_norm), _norm_of(attention.k_norm)
+            self.head_norms = HeadNorms(torch.stack([q.weight, k.weight]), q.eps)
 
     def __call__(
         self,
         s: torch.Tensor,  # [T, d] the residual stream before the last contribution
         delta: torch.Tensor | None,  # [T, d] that contribution
-        turn: Sequence[torch.Tensor],  # cos and sin, [T, R]
+        turn: Turn,
         packed: Packed,
-        unread: bool = False,  # whether nobody reads the layer's own contribution
+        unread: bool = False,  # whether nobody reads the last product
     ) -> tuple[torch.Tensor, torch.Tensor]:
         s, qkv = self.normed(self.norms[0], s, delta, self.qkv)
-        cos, sin = turn
-        q, k, v = rotate(qkv, cos, sin, self.heads, self.kv_heads, self.head_norms)  # [T, heads, D]
-        attended = attend(q, k, v, packed, self.scaling, self.window)
-        s, gate_up = self.normed(self.norms[1], s, self.out(attended.flatten(1)), self.gate_up)
-        m, both = gated_unit(gate_up), gate_up.detach()
-        with computed_again(m, lambda: gated(both)):
-            return s, self.down(m, unread)
+        q, k, v = rotate(qkv, *turn, self.heads, self.kv_heads, self.head_norms)  # [T, heads, D]
+        attended = attend(q, k, v, packed, self.scaling, self.window, self.softcap)
+        delta = self.out(attended.flatten(1))
+        if self.behind:
+            delta = add_norm(delta, None, *self.behind[0])[1]
+        s, gate_up = self.normed(self.norms[1], s, delta, self.gate_up)
+        m, both = gated_unit(gate_up, self.gelu), gate_up.detach()
+        with computed_again(m, lambda: gated(both, self.gelu)):
+            delta = self.down(m, unread and not self.behind)
+        return s, add_norm(delta, None, *self.behind[1])[1] if self.behind else delta
 
-    def summed(self, s: torch.Tensor, turn: Sequence[torch.Tensor], packed: Packed) -> torch.Tensor:
+    def summed(self, s: torch.Tensor, turn: Turn, packed: Packed) -> torch.Tensor:
         """The stream with this layer's contribution: one tensor to keep instead of two. Where the layer runs again
-        its last product, a quarter of the work, is left out: what comes after it is known."""
+        its last product, a quarter of the work, is left out if nothing but the stream reads it."""
         s, delta = self(s, None, turn, packed, unread=torch.is_grad_enabled())
         return s + delta
 
     @staticmethod
     def normed(
-        rms: LlamaRMSNorm, s: torch.Tensor, delta: torch.Tensor | None, product: _Joined
+        rms: _Norm, s: torch.Tensor, delta: torch.Tensor | None, product: _Joined
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """The residual stream with ``delta``, and the product of its norm, which is not kept."""
-        s, h = add_norm(s, delta, rms.weight, rms.variance_epsilon)
+        s, h = add_norm(s, delta, *rms)
         stream = s.detach()
-        with computed_again(h, lambda: norm(stream, rms.weight, rms.variance_epsilon)):
+        with computed_again(h, lambda: norm(stream, *rms)):
             return s, product(h)
 
 

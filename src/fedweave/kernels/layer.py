@@ -1,13 +1,18 @@
 """What lies between the products of a decoder layer, in one pass each.
 
 add_norm      s = x + delta,  h = w · s / rms(s)
-gated_unit    m = silu(g) · u, where the gate g and u lie side by side in one product's output
+gated_unit    m = act(g) · u, where the gate g and u lie side by side in one product's output
+
+An activation is g σ(a(g)): silu with a = g, and gelu, in the form with tanh, with a = 2 √(2/π) (g + 0.044715 g³).
+A norm's weight may be float32 where all else is half precision: then the product is rounded once, behind it.
 
 and ``kernels/rotary.py``, between the product with [Wq Wk Wv] and attention.
 """
 
+import math
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from typing import Protocol
 
 import torch
 import torch.nn.functional as F
@@ -17,6 +22,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from fedweave.kernels import Context, fused, power_of_two, tl, triton
 
 _COLUMNS = 1024  # of a gated unit's block
+_GELU, _CUBIC = 2 * math.sqrt(2 / math.pi), 0.044715
 
 
 def add_norm(x: Tensor, delta: Tensor | None, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
@@ -48,7 +54,8 @@ def norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     if fused(x):
         return _forward(x.contiguous(), None, weight, eps)[1]
     wide = x.float()
-    return weight * (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)).to(x.dtype)
+    unit = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
+    return (weight * unit.to(weight.dtype)).to(x.dtype)
 
 
 class _AddNorm(torch.autograd.Function):
@@ -61,7 +68,7 @@ class _AddNorm(torch.autograd.Function):
             s = x if delta is None else x + delta
             wide = s.float()
             inverse = torch.rsqrt(wide.square().mean(-1) + eps)  # [T] 1 / rms
-            h = weight * (wide * inverse[:, None]).to(s.dtype)
+            h = (weight * (wide * inverse[:, None]).to(weight.dtype)).to(s.dtype)
         ctx.save_for_backward(s, weight, inverse)
         return s, h
 
@@ -100,40 +107,50 @@ def _forward(x: Tensor, delta: Tensor | None, weight: Tensor, eps: float) -> tup
     return s, h, inverse
 
 
-def gated_unit(both: Tensor) -> Tensor:
+def gated_unit(both: Tensor, gelu: bool = False) -> Tensor:
     """[T, 2·I] to [T, I]."""
-    return _GatedUnit.apply(both)
+    return _GatedUnit.apply(both, gelu)
 
 
 @torch.no_grad()
-def gated(both: Tensor) -> Tensor:
+def gated(both: Tensor, gelu: bool = False) -> Tensor:
     """The same alone, without a gradient."""
     width = both.shape[1] // 2
     if not fused(both):
-        return F.silu(both[:, :width]) * both[:, width:]
+        gate, up = both[:, :width], both[:, width:]
+        return (F.gelu(gate, approximate="tanh") if gelu else F.silu(gate)) * up
     out = both.new_empty(both.shape[0], width)
-    _gated_kernel[(both.shape[0], -(-width // _COLUMNS))](both, out, width, BLOCK=_COLUMNS)
+    _gated_kernel[(both.shape[0], -(-width // _COLUMNS))](both, out, width, GELU=gelu, BLOCK=_COLUMNS)
     return out
+
+
+class _Gated(Context, Protocol):
+    gelu: bool
 
 
 class _GatedUnit(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Context, both: Tensor) -> Tensor:
+    def forward(ctx: _Gated, both: Tensor, gelu: bool) -> Tensor:
+        ctx.gelu = gelu
         ctx.save_for_backward(both)
-        return gated(both)
+        return gated(both, gelu)
 
     @staticmethod
-    def backward(ctx: Context, *grads: Tensor) -> Tensor:
+    def backward(ctx: _Gated, *grads: Tensor) -> tuple[Tensor, None]:
         (both,) = ctx.saved_tensors
         dm, width = grads[0].contiguous(), both.shape[1] // 2
         if fused(both):
             d = torch.empty_like(both)
-            _gated_back_kernel[(both.shape[0], -(-width // _COLUMNS))](both, dm, d, width, BLOCK=_COLUMNS)
-            return d
+            grid = (both.shape[0], -(-width // _COLUMNS))
+            _gated_back_kernel[grid](both, dm, d, width, GELU=ctx.gelu, BLOCK=_COLUMNS)
+            return d, None
         gate, up = both[:, :width], both[:, width:]
-        squashed = gate.sigmoid()
-        slope = squashed * (1 + gate * (1 - squashed))  # silu'(g)
-        return torch.cat([dm * up * slope, dm * gate * squashed], 1)
+        inner, steep = (gate, torch.ones_like(gate))
+        if ctx.gelu:
+            inner, steep = _GELU * (gate + _CUBIC * gate**3), _GELU * (1 + 3 * _CUBIC * gate.square())
+        squashed = inner.sigmoid()
+        slope = squashed + gate * squashed * (1 - squashed) * steep  # act'(g)
+        return torch.cat([dm * up * slope, dm * gate * squashed], 1), None
 
 
 if triton is not None:
@@ -154,8 +171,8 @@ if triton is not None:
         scale = tl.rsqrt(tl.sum(wide * wide, 1) / D + eps)
         tl.store(inverse + t, scale, t < T)
         w = tl.load(weight + c, c < D, 0.0)
-        unit = (wide * scale[:, None]).to(h.dtype.element_ty)
-        tl.store(h + at, w[None, :] * unit, live)
+        unit = (wide * scale[:, None]).to(weight.dtype.element_ty)
+        tl.store(h + at, (w[None, :] * unit).to(h.dtype.element_ty), live)
 
     @triton.jit
     def _norm_back_kernel(
@@ -174,23 +191,33 @@ if triton is not None:
         tl.store(dx + at, out.to(dx.dtype.element_ty), live)
 
     @triton.jit
-    def _gated_kernel(both, out, WIDTH, BLOCK: tl.constexpr):
+    def _squashed(gate, GELU: tl.constexpr):
+        """σ(a(g)) and a'(g)."""
+        if GELU:
+            inner = 1.5957691216057308 * (gate + 0.044715 * gate * gate * gate)
+            return tl.sigmoid(inner), 1.5957691216057308 * (1 + 0.134145 * gate * gate)
+        else:
+            return tl.sigmoid(gate), gate * 0 + 1
+
+    @triton.jit
+    def _gated_kernel(both, out, WIDTH, GELU: tl.constexpr, BLOCK: tl.constexpr):
         row = tl.program_id(0).to(tl.int64)
         c = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
         live = c < WIDTH
         gate = tl.load(both + row * 2 * WIDTH + c, live, 0.0).to(tl.float32)
         up = tl.load(both + row * 2 * WIDTH + WIDTH + c, live, 0.0)
-        tl.store(out + row * WIDTH + c, (gate * tl.sigmoid(gate)).to(up.dtype) * up, live)
+        squashed, _ = _squashed(gate, GELU)
+        tl.store(out + row * WIDTH + c, (gate * squashed).to(up.dtype) * up, live)
 
     @triton.jit
-    def _gated_back_kernel(both, dm, d, WIDTH, BLOCK: tl.constexpr):
+    def _gated_back_kernel(both, dm, d, WIDTH, GELU: tl.constexpr, BLOCK: tl.constexpr):
         row = tl.program_id(0).to(tl.int64)
         c = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
         live = c < WIDTH
         gate = tl.load(both + row * 2 * WIDTH + c, live, 0.0).to(tl.float32)
         up = tl.load(both + row * 2 * WIDTH + WIDTH + c, live, 0.0).to(tl.float32)
         g = tl.load(dm + row * WIDTH + c, live, 0.0).to(tl.float32)
-        squashed = tl.sigmoid(gate)
-        slope = squashed * (1 + gate * (1 - squashed))
+        squashed, steep = _squashed(gate, GELU)
+        slope = squashed + gate * squashed * (1 - squashed) * steep
         tl.store(d + row * 2 * WIDTH + c, (g * up * slope).to(d.dtype.element_ty), live)
         tl.store(d + row * 2 * WIDTH + WIDTH + c, (g * gate * squashed).to(d.dtype.element_ty), live)

@@ -88,7 +88,8 @@ def _turn(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 def _normed(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """x [T, heads, D], weight [D]."""
     wide = x.float()
-    return weight * (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)).to(x.dtype)
+    unit = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
+    return (weight * unit.to(weight.dtype)).to(x.dtype)
 
 
 def _norm_slope(x: Tensor, dy: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -153,9 +154,9 @@ if triton is not None:
             scale = tl.rsqrt((tl.sum(x * x, 1) + tl.sum(z * z, 1)) / D + eps)[:, None]
             x, z = x * scale, z * scale
             if not BACK:
-                kind = target.dtype.element_ty
-                a = tl.where(changed, (x.to(kind) * left_weight).to(tl.float32), a)
-                b = tl.where(changed, (z.to(kind) * right_weight).to(tl.float32), b)
+                kind, rounded = weight.dtype.element_ty, target.dtype.element_ty
+                a = tl.where(changed, (x.to(kind) * left_weight).to(rounded).to(tl.float32), a)
+                b = tl.where(changed, (z.to(kind) * right_weight).to(rounded).to(tl.float32), b)
         at = t[:, None] * R + c[None, :]
         near = live & turns[None, :]
         cosine = tl.where(changed, tl.load(cos + at, near, 1.0).to(tl.float32), 1.0)

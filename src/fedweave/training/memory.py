@@ -10,7 +10,7 @@ A layer keeps, per token, in numbers of the backbone's precision (d hidden width
 and key heads, I the MLP's, R̄ = M·r + R the rows of a stacked expert):
 
                                             backbone/decoder.py     transformers, in half precision
-    residual stream, inputs of norms        2 d                     2 d for each norm: they are float32
+    residual stream, inputs of norms        2 d (Gemma: 4 d)        2 d for each norm: they are float32
     inputs of adapted layers                –, computed again       d (q, k, v), d (gate, up), I (down)
     q, k, v, what attention gives           2 q + 2 k               2 q + 2 k
     q, k, v before norms of heads           q + 2 k                 2 q + 2 k
@@ -95,16 +95,17 @@ class StepMemory:
         kind, wide = self.config.model_type, 4 / self.element  # a float32 in numbers of this precision
         reduced = 2 * self.rows * len(self.adapted) / self.config.num_hidden_layers
         kept = 2 * q + 2 * k + reduced + (self.config.num_attention_heads + 2) * wide
-        normed = kind.startswith(("qwen3", "gemma3"))
+        kept += self._scores(step)
+        normed, framed = kind.startswith(("qwen3", "gemma3")), kind.startswith("gemma")
         if self.fused:
-            return kept + 2 * d + 2 * inner + normed * (q + 2 * k)
-        norms = (4 if kind.startswith("gemma") else 2) * d + normed * (q + k)
+            return kept + (4 if framed else 2) * d + 2 * inner + normed * (q + 2 * k)
+        norms = (4 if framed else 2) * d + normed * (q + k)
         if self.element == 4:
             norms = 2 * d  # the stream itself
         kinds = {name.split(".")[-1] for name in self.adapted}
         kept += d * bool(kinds & {"q_proj", "k_proj", "v_proj", "qkv_proj"})
         kept += d * bool(kinds & {"gate_proj", "up_proj", "gate_up_proj"}) + inner * ("down_proj" in kinds)
-        return kept + norms * wide + 3 * inner + self._scores(step)
+        return kept + norms * wide + 3 * inner
 
     def _scores(self, step: Step | None) -> float:
         """Where no kernel caps the scores of attention they are written out, for sequences padded to the longest:
