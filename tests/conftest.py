@@ -155,15 +155,15 @@ def model_folder(tmp_path_factory, tokenizer):
 
 @pytest.fixture(scope="session")
 def backbone_of(model_folder):
-    """Call with a family's name to get its loaded backbone (float32, CPU, plain prompts)."""
-    made: dict[str, Backbone] = {}
+    """Call with a family's name to get its loaded backbone (float32, CPU, plain prompts); with ``fused=False`` its
+    layers are transformers' own."""
+    made: dict[tuple[str, bool], Backbone] = {}
 
-    def make(family: str = "llama") -> Backbone:
-        if family not in made:
-            made[family] = load_backbone(
-                BackboneConfig(model=str(model_folder(family)), device="cpu", max_length=128)
-            )
-        return made[family]
+    def make(family: str = "llama", fused: bool = True) -> Backbone:
+        if (family, fused) not in made:
+            settings = BackboneConfig(model=str(model_folder(family)), device="cpu", max_length=128, fused=fused)
+            made[family, fused] = load_backbone(settings)
+        return made[family, fused]
 
     return make
 

@@ -4,24 +4,12 @@ import pytest
 import torch
 
 from fedweave.backbone.decoder import FAMILIES as FUSED
-from fedweave.backbone.load import load_backbone
-from fedweave.config import BackboneConfig
 from fedweave.experts.layout import AdapterLayout
 from fedweave.router.mlp import RouterLayout
 from tests.conftest import FAMILIES
 from tests.helpers import make_lanes, make_trainer
 
 ALL = ("all-linear",)
-
-
-@pytest.fixture(scope="module")
-def unfused_of(model_folder):
-    def make(family: str):
-        return load_backbone(
-            BackboneConfig(model=str(model_folder(family)), device="cpu", max_length=128, fused=False)
-        )
-
-    return make
 
 
 def train(backbone, targets, lanes, layout, router):
@@ -32,8 +20,8 @@ def train(backbone, targets, lanes, layout, router):
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_both_ways_learn_the_same_on_every_layer(backbone_of, unfused_of, family, smooth_optimiser):
-    fused, plain = backbone_of(family), unfused_of(family)
+def test_both_ways_learn_the_same_on_every_layer(backbone_of, family, smooth_optimiser):
+    fused, plain = backbone_of(family), backbone_of(family, fused=False)
     assert fused.decoder is not None and plain.decoder is None and fused.model.config.model_type in FUSED
     layout = AdapterLayout.of(fused.linear_layers(ALL), 4, 3)
     assert len(layout.names) == 2 * (4 if family == "phi3" else 7)
@@ -48,8 +36,8 @@ def test_both_ways_learn_the_same_on_every_layer(backbone_of, unfused_of, family
 
 
 @pytest.mark.parametrize("targets", [("down_proj",), ("o_proj", "up_proj"), ("mlp.gate_proj", "k_proj")])
-def test_any_list_of_layers(backbone_of, unfused_of, targets, smooth_optimiser):
-    fused, plain = backbone_of("llama"), unfused_of("llama")
+def test_any_list_of_layers(backbone_of, targets, smooth_optimiser):
+    fused, plain = backbone_of("llama"), backbone_of("llama", fused=False)
     layout = AdapterLayout.of(fused.linear_layers(targets), 4, 2)
     router = RouterLayout(fused.width, 16, 2)
     lanes = make_lanes(fused, layout, router, clients=2, steps=2)

@@ -10,11 +10,16 @@ from tests.helpers import TARGETS, make_lanes, make_trainer
 
 
 @pytest.mark.parametrize(
-    ("family", "targets"),
-    [("llama", TARGETS), ("gemma2", TARGETS), *((name, ("all-linear",)) for name in FAMILIES)],
+    ("family", "fused", "targets"),
+    [
+        ("llama", True, TARGETS),
+        ("llama", False, TARGETS),
+        ("gemma3", False, ("all-linear",)),
+        *((name, True, ("all-linear",)) for name in FAMILIES),
+    ],
 )
-def test_results_are_the_same_to_the_last_bit(backbone_of, family, targets):
-    backbone = backbone_of(family)
+def test_results_are_the_same_to_the_last_bit(backbone_of, family, fused, targets):
+    backbone = backbone_of(family, fused)
     layout = AdapterLayout.of(backbone.linear_layers(targets), 4, 3)
     router = RouterLayout(backbone.width, 16, 3)
     lanes = make_lanes(backbone, layout, router, clients=3, steps=3)

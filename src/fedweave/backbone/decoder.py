@@ -10,8 +10,8 @@ frozen, little is kept for the backward pass: the stream s twice, what attention
 
 Families differ in what stands in a layer, and the layer itself says so: norms of heads (Qwen3, Gemma-3), products
 that are joined already and heads that rotate in part (Phi-3), layers without positions (SmolLM3) or with positions
-of their own (Gemma-3), windows (Mistral, Gemma), norms behind attention and MLP as well (Gemma). Whatever is none of
-these runs through transformers (``backbone/library.py``).
+of their own (Gemma-3), windows (Mistral, Gemma), norms behind attention and MLP as well (Gemma). Others run through
+transformers (``backbone/library.py``).
 """
 
 from __future__ import annotations
