@@ -29,7 +29,6 @@ class LibraryLayers:
         self._again = False
         for layer in self._layers:
             linears = [m for m in layer.modules() if isinstance(m, torch.nn.Linear)]
-            layer.gradient_checkpointing = True
             layer._gradient_checkpointing_func = partial(self._run, linears)
 
     def _run(
@@ -42,16 +41,18 @@ class LibraryLayers:
 
     @contextmanager
     def running(self, again: bool) -> Iterator[None]:
-        """Where gradients are wanted, layers are called through here. The library asks a layer's own ``training``
-        for it; its parts stay as they are, so nothing is dropped."""
+        """Where gradients are wanted, layers are called through here. The library also asks a layer's own
+        ``training`` for it; its parts stay as they are, so nothing is dropped."""
         if not torch.is_grad_enabled():
             yield
             return
         self._again = again
-        for layer in self._layers:
-            layer.training = True
+        self._switch(True)
         try:
             yield
         finally:
-            for layer in self._layers:
-                layer.training = False
+            self._switch(False)
+
+    def _switch(self, on: bool) -> None:
+        for layer in self._layers:
+            layer.gradient_checkpointing = layer.training = on
