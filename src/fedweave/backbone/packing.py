@@ -95,7 +95,7 @@ class Packed:
         if self.similar is not None:
             return self.similar
         steps = torch.arange(self.longest, device=self.ids.device)
-        # Past its end a sequence's last token stands again: keys later than every real query, and not a neighbour's,
+        # Past its end a sequence's last token stands again: keys later than every real query, not a neighbour's,
         # whose NaN would be its own
         last = (self.boundaries[1:, None] - 1).clamp_(min=0)
         index = (self.starts[:, None] + steps).minimum(last).flatten()  # [S·L]
