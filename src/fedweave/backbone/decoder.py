@@ -14,10 +14,11 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import torch
-import torch.nn.functional as F
 
 from fedweave.backbone.packing import Packed, attend
+from fedweave.backbone.quantised import QuantisedLinear
 from fedweave.experts.mixture import carries_experts, with_experts
+from fedweave.kernels.frozen import Resident, Weight, linear
 from fedweave.kernels.layer import add_norm, computed_again, gated_unit, rotate
 
 if TYPE_CHECKING:
@@ -41,7 +42,7 @@ class Decoder:
         return (
             config.model_type in FAMILIES
             and config.hidden_act == "silu"
-            and all(layer.self_attn.q_proj.weight.dtype == model.dtype for layer in model.base_model.layers)
+            and all(_plain(layer.self_attn.q_proj, model.dtype) for layer in model.base_model.layers)
         )
 
     def hidden(self, packed: Packed) -> torch.Tensor:
@@ -53,6 +54,11 @@ class Decoder:
             s, delta = layer(s, delta, cos, sin, packed)
         norm = self.base.norm
         return add_norm(s, delta, norm.weight, norm.variance_epsilon)[1]
+
+
+def _plain(layer: torch.nn.Linear, dtype: torch.dtype) -> bool:
+    """Whether a layer's weight is ours to multiply by, and not kept in a way that only its own layer knows."""
+    return isinstance(layer, QuantisedLinear) or layer.weight.dtype == dtype
 
 
 class _Layer:
@@ -97,19 +103,27 @@ class _Joined:
 
     def __init__(self, layers: Sequence[torch.nn.Linear]):
         self.layers = layers
-        self.weight: torch.Tensor = layers[0].weight
         self.bias: torch.Tensor | None = layers[0].bias
-        if len(layers) == 1:
-            return
-        self.weight = torch.cat([layer.weight.data for layer in layers])  # [columns of all, n]
-        for layer, part in zip(layers, self.weight.split([w.out_features for w in layers]), strict=True):
-            layer.weight.data = part
-        if self.bias is not None:
+        if self.bias is not None and len(layers) > 1:
             self.bias = torch.cat([layer.bias.data for layer in layers])
+        self.weight: Weight = self._join(layers)  # [columns of all, n]
+
+    @staticmethod
+    def _join(layers: Sequence[torch.nn.Linear]) -> Weight:
+        quantised = [layer for layer in layers if isinstance(layer, QuantisedLinear)]
+        if quantised:
+            kept = [layer.packed if isinstance(layer, QuantisedLinear) else layer.weight for layer in layers]
+            return Resident(kept, quantised[0].scratch)
+        if len(layers) == 1:
+            return layers[0].weight
+        weight = torch.cat([layer.weight.data for layer in layers])
+        for layer, part in zip(layers, weight.split([w.out_features for w in layers]), strict=True):
+            layer.weight.data = part
+        return weight
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         if not carries_experts(self.layers):
-            return F.linear(x, self.weight, self.bias)
+            return linear(x, self.weight, self.bias)
         with torch.no_grad():
-            y = F.linear(x, self.weight, self.bias)
+            y = linear(x, self.weight, self.bias)
         return with_experts(y, x, self.layers, self.weight)

@@ -241,8 +241,7 @@ class LockstepTrainer:
         if self.backbone.device.type != "cuda" or not self.config.cuda_graphs:
             return False
         tokens = sum(len(lane.data.examples[i].ids) for lane in lanes for i in lane.schedule[0])
-        parameters = sum(p.numel() for p in self.backbone.model.parameters())
-        running = 4 * parameters * tokens / _USUAL_RATE
+        running = 4 * self.backbone.parameters * tokens / _USUAL_RATE
         launching = _LAUNCHES_PER_LAYER * self.backbone.model.config.get_text_config().num_hidden_layers
         return running < _OVERLAP * launching
 

@@ -60,7 +60,7 @@ def lanes_that_fit(backbone: Backbone, lanes: Sequence[Lane], asked: int | str) 
     longest = max(1, *(len(step) for lane in lanes for step in lane.schedule))
     tokens = mean * longest  # of one lane's step
     config = backbone.model.config.get_text_config()
-    per_token = activation_numbers(config, backbone.decoder is not None) * backbone.head.element_size()
+    per_token = activation_numbers(config, backbone.decoder is not None) * backbone.dtype.itemsize
     if backbone.device.type != "cuda":
         limit = cpu_tokens(per_token)
         return Fit(max(1, int(limit / tokens)), f"{limit} tokens in a step")
