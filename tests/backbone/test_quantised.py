@@ -13,11 +13,19 @@ from safetensors.torch import load_file, save_file
 from torch.autograd.graph import saved_tensors_hooks
 from transformers import AutoModelForCausalLM, LlamaConfig
 
+from fedweave.backbone.announced import skeleton
 from fedweave.backbone.blocks import nf4_bits
 from fedweave.backbone.gguf_names import name_of, names_of, reordered
 from fedweave.backbone.load import Backbone, load_backbone
 from fedweave.backbone.packing import pack
-from fedweave.backbone.quantised import QuantisedLinear, bytes_of, numbers_of, packed_weights, unpack
+from fedweave.backbone.quantised import (
+    QuantisedLinear,
+    bytes_of,
+    numbers_of,
+    packed_weights,
+    predicted_bytes,
+    unpack,
+)
 from fedweave.bundle.gguf_model import _shape, write_model
 from fedweave.bundle.gguf_tokens import write_tables
 from fedweave.config import BackboneConfig
@@ -173,6 +181,20 @@ def test_nf4_is_another_model_than_what_it_was_made_of(wide):
         assert linear == expected
 
 
+def test_a_folder_stores_plain_weights(wide):
+    assert load(wide, "stored").weights_hash == load(wide, "dense").weights_hash
+
+
+def test_memory_is_predicted_to_the_byte(case, wide):
+    model, weights = case
+    kept = load(model, weights)
+    shapes = skeleton(kept.model.config, "tiny")
+    assert predicted_bytes(shapes, weights, 4, model if weights == "stored" else None) == bytes_of(kept.model)
+    assert predicted_bytes(skeleton(load(wide, "dense").model.config, "wide"), "dense", 4) == bytes_of(
+        load(wide, "dense").model
+    )
+
+
 def test_an_output_layer_too_large_for_the_scratch_memory_goes_by_its_rows(k_file, monkeypatch):
     kept = load(k_file)
     assert isinstance(kept.head, Resident)
@@ -242,10 +264,6 @@ def refusal(model: Path, weights: str) -> str:
         load(model, weights)
     assert "\n" not in str(error.value)
     return str(error.value)
-
-
-def test_a_folder_has_no_weights_as_stored(wide):
-    assert "backbone.weights=stored takes the weights of a .gguf file" in refusal(wide, "stored")
 
 
 def test_nf4_needs_rows_of_whole_groups(model_folder):

@@ -69,7 +69,7 @@ def _q6_k(format: Format, blocks: Tensor) -> Quantised:
     return Quantised.of(format, codes.flatten(1), _floats(blocks[..., 208:]), steps=steps.flatten(1))
 
 
-# format, numbers and bytes of a block, and how one is read
+# Format, numbers and bytes of a block, and how one is read
 GGUF: Mapping[str, tuple[Format, int, int, Read]] = {
     "Q4_0": (Format("Q4_0", 4, 32, zero=8), 32, 18, _of_32),
     "Q4_1": (Format("Q4_1", 4, 32), 32, 20, _of_32),
@@ -86,6 +86,11 @@ def read_blocks(kind: str, data: Tensor) -> Quantised:
     """Rows of a GGUF tensor of this kind, [m, bytes] uint8."""
     format, _, size, read = GGUF[kind]
     return read(format, data.unflatten(1, (-1, size)))
+
+
+def kept_bytes(kind: str, size: int) -> int:
+    """Memory of a GGUF tensor of this kind, which takes so many bytes in its file."""
+    return size + size // GGUF[kind][2] * (4 if kind in ("Q4_K", "Q5_K") else 0)  # 16 scales of 6 bits, a byte each
 
 
 # -------------------------------------------------------------------------------------- NF4

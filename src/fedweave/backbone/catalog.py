@@ -51,22 +51,17 @@ class Located:
 
     path: str
     note: str = ""
-    gguf: Path | None = None  # where weights are to stay as they are stored: the folder has all but them
+    gguf: Path | None = None  # whose weights are to stay as they are: the folder has all but them
 
 
 def locate(model: str, revision: str | None, stored: bool = False) -> Located:
-    """Resolve ``backbone.model``; every failure is one sentence with a remedy. ``stored``: the weights of a GGUF
-    file are wanted as they are."""
+    """Resolve ``backbone.model``; every failure is one sentence with a remedy. ``stored``: where that is a GGUF
+    file, its weights are wanted as they are."""
     path = Path(model).expanduser()
     if path.suffix == ".gguf":
         if not path.is_file():
             raise UserError(f"backbone.model={model}: there is no such GGUF file.")
         return _of_gguf(path, "weights of a GGUF file" if stored else "converted from GGUF", stored)
-    if stored and (model not in PACKAGED or revision is not None or path.is_dir()):
-        raise UserError(
-            f"backbone.weights=stored takes the weights of a .gguf file as they are, and backbone.model={model} is "
-            "none; name such a file, or choose nf4 or dense."
-        )
     if path.is_dir():
         if not (path / "config.json").is_file():
             raise UserError(f"backbone.model={model} is a folder without config.json, so no model lies there.")
@@ -108,8 +103,6 @@ def _from_hub(model: str, revision: str | None, stored: bool) -> Located:
     patterns = ["*.json", "*.safetensors", "*.model", "*.jinja", "*.txt"]
     ready = _unpacked(packaged) if packaged else None
     try:  # what lies here already comes first, the original before the package, and only then the network
-        if stored:  # the hub has the original
-            raise OSError("its weights as stored are those of a package")
         local = ready is not None and ready.is_file()
         path = snapshot_download(model, revision=revision, allow_patterns=patterns, local_files_only=local)
         return Located(path)

@@ -201,6 +201,9 @@ def linear_layers(model: PreTrainedModel, targets: Sequence[str], title: str) ->
     return found
 
 
+_NOTES = {"nf4": "its linear layers in 4 bits (NF4)", "nf4-double": "its linear layers in 4 bits (NF4, double)"}
+
+
 def _located(config: BackboneConfig) -> Located:
     return locate(config.model, config.revision, config.weights == "stored")
 
@@ -218,13 +221,13 @@ def load_backbone(config: BackboneConfig) -> Backbone:
         announced = AutoConfig.from_pretrained(located.path, trust_remote_code=False)
         found = in_folder(Path(located.path)) if located.gguf is None else in_gguf(located.gguf)
         check_announced(announced, found, f"backbone.model={config.model}")
-        if config.weights == "dense":
-            model = _load_dense(located.path, dtype).to(device)
-        elif located.gguf is not None:
+        if located.gguf is not None:
             model = load_quantised(announced, from_gguf(located.gguf, announced), dtype, device)
-        else:
+        elif config.weights.startswith("nf4"):
             source = as_nf4(Path(located.path), config.weights == "nf4-double", device)
             model = load_quantised(announced, source, dtype, device)
+        else:
+            model = _load_dense(located.path, dtype).to(device)
         check_finite(kept_weights(model, unpacked=False))
     except UserError:
         raise
@@ -241,7 +244,7 @@ def load_backbone(config: BackboneConfig) -> Backbone:
         tokenizer=tokenizer,
         prompts=PromptFormat(tokenizer, config),
         name=config.model,
-        note=located.note,
+        note="; ".join(filter(None, [located.note, _NOTES.get(config.weights, "")])),
         device=device,
         fused=config.fused,
     )

@@ -18,7 +18,7 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 
 from fedweave.backbone.announced import stored_tensors
-from fedweave.backbone.blocks import GGUF, make_nf4, read_blocks
+from fedweave.backbone.blocks import GGUF, kept_bytes, make_nf4, nf4_bits, read_blocks
 from fedweave.backbone.gguf_names import ARCHITECTURES, added_to_norms, name_of, names_of, order_of
 from fedweave.kernels.dequantise import Quantised
 from fedweave.kernels.frozen import Resident, Scratch, linear
@@ -156,6 +156,9 @@ def from_gguf(path: Path, config: PretrainedConfig) -> Source:
 _PLAIN = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
 
+_PLAIN_IN_NF4 = ("embed_tokens", "lm_head")
+
+
 def as_nf4(folder: Path, double: bool, device: torch.device) -> Source:
     """The weights of a folder of safetensors, those of linear layers as NF4."""
     from safetensors import safe_open
@@ -171,8 +174,7 @@ def as_nf4(folder: Path, double: bool, device: torch.device) -> Source:
             raise ValueError(f"{key} has another shape than the config says")
         if not found.is_floating_point():
             raise ValueError(f"{key} is quantised already; NF4 is made of plain weights")
-        name = key.split(".")[-2]
-        if found.ndim != 2 or name in ("embed_tokens", "lm_head"):
+        if found.ndim != 2 or key.split(".")[-2] in _PLAIN_IN_NF4:
             return found
         if found.shape[1] % 64:
             raise ValueError(f"the rows of {key} are no multiple of 64, of which NF4 makes groups")
@@ -210,6 +212,21 @@ def bytes_of(model: nn.Module) -> int:
     """Memory that a model's weights take for as long as it is loaded."""
     packed = {id(q): q.bytes for q in packed_weights(model).values()}
     return sum(p.nbytes for p in model.parameters()) + sum(packed.values())
+
+
+def predicted_bytes(model: PreTrainedModel, weights: str, element_size: int, gguf: Path | None = None) -> int:
+    """What :func:`bytes_of` will be of a model whose shapes alone are there, kept as ``backbone.weights`` says."""
+    if weights == "stored" and gguf is not None:
+        return sum(
+            kept_bytes(t.kind, t.size) if t.kind in GGUF else math.prod(t.shape) * element_size
+            for t in stored_tensors(gguf)
+        )
+    total = 0.0
+    for name, parameter in model.named_parameters():
+        small = weights.startswith("nf4") and parameter.ndim == 2 and name.split(".")[-2] not in _PLAIN_IN_NF4
+        bits = nf4_bits(parameter.shape[1], weights == "nf4-double") if small else 8 * element_size
+        total += parameter.numel() * bits / 8
+    return round(total)
 
 
 def unpack(model: PreTrainedModel) -> None:
