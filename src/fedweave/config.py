@@ -54,8 +54,8 @@ class BackboneConfig:
     )
     weights: Literal["dense", "stored", "nf4", "nf4-double"] = setting(
         "dense",
-        "How weights stay in memory: dense is backbone.dtype; stored leaves those of a .gguf file as they are (4 to "
-        "8 bits); nf4 makes 4-bit ones of any model, nf4-double with smaller scales. Products unpack them.",
+        "How weights stay in memory: dense is backbone.dtype; stored leaves those of a .gguf file as they are (4 "
+        "to 8 bits); nf4 makes 4-bit ones of any model, nf4-double with smaller scales. Products unpack them.",
     )
     prompt: Literal["auto", "plain", "chat"] = setting(
         "auto",
