@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from functools import partial
 
 import numpy as np
 import pytest
@@ -17,10 +18,11 @@ from fedweave.bundle.adapter import probe
 from fedweave.bundle.gguf_model import QUANTISATIONS, reordered, rotary_factors
 from fedweave.bundle.gguf_tokens import write_tables
 from fedweave.bundle.load import load_bundle
+from fedweave.bundle.programs import write_gguf
 from fedweave.config import BackboneConfig
 from fedweave.errors import UserError
 from fedweave.inference.model import FedWeaveModel
-from fedweave.runs.use import export_gguf
+from fedweave.runs.use import export_as
 
 
 def arrays(path) -> dict[str, np.ndarray]:
@@ -41,7 +43,7 @@ def close(found: torch.Tensor, expected: torch.Tensor, limit: float) -> bool:
 @pytest.fixture(scope="module")
 def written(exported, tmp_path_factory):
     folder = tmp_path_factory.mktemp("gguf") / "F32"
-    export_gguf(exported, folder, "F32")
+    export_as(partial(write_gguf, quantisation="F32"), exported, folder)
     return folder
 
 
@@ -79,7 +81,7 @@ def test_an_expert_added_to_the_files_own_weights_is_the_expert(exported, writte
 
 @pytest.mark.parametrize(("kind", "limit"), [("Q8_0", 0.05), ("Q4_0", 0.4), ("BF16", 0.03)])
 def test_a_merged_model_is_the_expert_up_to_quantisation(exported, tmp_path, kind, limit):
-    export_gguf(exported, tmp_path / "out", kind, 1)
+    export_as(partial(write_gguf, quantisation=kind, expert=1), exported, tmp_path / "out")
     assert {p.name for p in (tmp_path / "out").iterdir()} == {
         f"expert_1-{kind}.gguf", "expert_1.Modelfile", "README.md"
     }  # fmt: skip

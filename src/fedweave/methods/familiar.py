@@ -20,7 +20,7 @@ from fedweave.federation.compute import Compute
 from fedweave.federation.engines.base import Engine
 from fedweave.federation.message import Facts, Message, Refused
 from fedweave.federation.state import read_router, router_facts
-from fedweave.federation.steps import FIGURE, Answer, Asked, Figure, Part, Step
+from fedweave.federation.steps import FIGURE, Answer, Asked, Figure, Part, Summed
 from fedweave.router.mlp import RouterLayout
 
 _AXES = 128  # most directions; a quarter of the width where that is less
@@ -38,11 +38,10 @@ class Moments(NamedTuple):
     products: torch.Tensor  # [2, d (d + 1) / 2] of features with features, which is symmetric
 
 
-class AskMoments(Step[Moments]):
+class AskMoments(Summed[Moments]):
     """What are the features of each half of your prompts and their products, summed up?"""
 
     name = "moments"
-    masked = True
 
     def __init__(self, config: Config):
         self.config = config
@@ -123,11 +122,10 @@ def farther(means: list[torch.Tensor], seconds: list[torch.Tensor], count: int) 
     return 1 + max(0.0, sum(ratios) / 2 - 1) / 2
 
 
-class AskDistances(Step[torch.Tensor]):
+class AskDistances(Summed[torch.Tensor]):
     """How many of your prompts lie how far outside of these directions? [bins]"""
 
     name = "distances"
-    masked = True
 
     def answer(self, compute: Compute, clients: Sequence[Client], question: Message) -> Iterator[Answer]:
         router, phi = read_router(question.facts), question.tensors["phi"].to(compute.device)
