@@ -11,7 +11,6 @@ from gguf import GGMLQuantizationType, GGUFWriter
 from gguf.quants import quantize
 from safetensors.torch import load_file, save_file
 from torch.autograd.graph import saved_tensors_hooks
-from transformers import AutoModelForCausalLM, LlamaConfig
 
 from fedweave.backbone.announced import skeleton
 from fedweave.backbone.blocks import nf4_bits
@@ -70,23 +69,9 @@ def gguf_of(backbone_of, tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def wide(tmp_path_factory, tokenizer) -> Path:
-    """A Llama whose rows are long enough for blocks of 256, with an output layer of its own."""
-    folder = tmp_path_factory.mktemp("wide")
-    torch.manual_seed(1)
-    config = LlamaConfig(
-        vocab_size=len(tokenizer), hidden_size=256, intermediate_size=512, num_hidden_layers=2, head_dim=32,
-        num_attention_heads=8, num_key_value_heads=4, max_position_embeddings=512, tie_word_embeddings=False,
-    )  # fmt: skip
-    AutoModelForCausalLM.from_config(config).save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
-    return folder
-
-
-@pytest.fixture(scope="module")
-def k_file(wide, tmp_path_factory) -> Path:
+def k_file(wide_folder, tmp_path_factory) -> Path:
     """Its shape in the formats of a Q4_K_M file, which only llama.cpp can make: weights are random blocks."""
-    backbone = load(wide, "dense")
+    backbone = load(wide_folder, "dense")
     config, path = backbone.model.config, tmp_path_factory.mktemp("k") / "k.gguf"
     writer = GGUFWriter(str(path), "llama")
     _shape(writer, config)
@@ -110,7 +95,7 @@ def model_of(request, kind: str) -> tuple[Path, str]:
     if kind == "k":
         return request.getfixturevalue("k_file"), "stored"
     if kind.startswith("nf4"):
-        return request.getfixturevalue("wide"), kind
+        return request.getfixturevalue("wide_folder"), kind
     return request.getfixturevalue("gguf_of")(*kind.split("-")), "stored"
 
 
@@ -167,10 +152,10 @@ def test_a_file_is_the_same_model_whether_it_stays_quantised_or_is_converted(ggu
     assert (found - expected).norm() < 0.02 * expected.norm()
 
 
-def test_nf4_is_another_model_than_what_it_was_made_of(wide):
-    kinds = {weights: load(wide, weights) for weights in ("dense", "nf4", "nf4-double")}
+def test_nf4_is_another_model_than_what_it_was_made_of(wide_folder):
+    kinds = {weights: load(wide_folder, weights) for weights in ("dense", "nf4", "nf4-double")}
     assert len({backbone.fingerprint for backbone in kinds.values()}) == 3
-    assert load(wide, "nf4").fingerprint == kinds["nf4"].fingerprint
+    assert load(wide_folder, "nf4").fingerprint == kinds["nf4"].fingerprint
     assert isinstance(kinds["nf4"].head, torch.Tensor)  # embedding and output layer stay plain
     for weights in ("nf4", "nf4-double"):
         linear = sum(q.bytes for q in packed_weights(kinds[weights].model).values())
@@ -181,18 +166,16 @@ def test_nf4_is_another_model_than_what_it_was_made_of(wide):
         assert linear == expected
 
 
-def test_a_folder_stores_plain_weights(wide):
-    assert load(wide, "stored").weights_hash == load(wide, "dense").weights_hash
+def test_a_folder_stores_plain_weights(wide_folder):
+    assert load(wide_folder, "stored").weights_hash == load(wide_folder, "dense").weights_hash
 
 
-def test_memory_is_predicted_to_the_byte(case, wide):
-    model, weights = case
-    kept = load(model, weights)
-    shapes = skeleton(kept.model.config, "tiny")
-    assert predicted_bytes(shapes, weights, 4, model if weights == "stored" else None) == bytes_of(kept.model)
-    assert predicted_bytes(skeleton(load(wide, "dense").model.config, "wide"), "dense", 4) == bytes_of(
-        load(wide, "dense").model
-    )
+def test_memory_is_predicted_to_the_byte(case):
+    for model, weights in (case, (case[0], "dense")):
+        kept = load(model, weights)
+        shapes = skeleton(kept.model.config, "tiny")
+        gguf = model if model.suffix == ".gguf" else None
+        assert predicted_bytes(shapes, weights, 4, gguf) == bytes_of(kept.model)
 
 
 def test_an_output_layer_too_large_for_the_scratch_memory_goes_by_its_rows(k_file, monkeypatch):
@@ -270,16 +253,16 @@ def test_nf4_needs_rows_of_whole_groups(model_folder):
     assert "no multiple of 64" in refusal(model_folder("llama"), "nf4")
 
 
-def test_nf4_names_what_a_folder_lacks(wide, tmp_path, tokenizer):
-    tensors = load_file(wide / "model.safetensors")
+def test_nf4_names_what_a_folder_lacks(wide_folder, tmp_path, tokenizer):
+    tensors = load_file(wide_folder / "model.safetensors")
     del tensors["model.layers.1.mlp.up_proj.weight"]
-    for file in wide.iterdir():
+    for file in wide_folder.iterdir():
         (tmp_path / file.name).write_bytes(file.read_bytes())
     save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
     assert "lack model.layers.1.mlp.up_proj.weight" in refusal(tmp_path, "nf4")
 
 
-def test_a_kind_that_is_not_read_is_named_with_what_to_do(wide, tmp_path, k_file):
+def test_a_kind_that_is_not_read_is_named_with_what_to_do(wide_folder, tmp_path, k_file):
     from gguf import GGUFReader
 
     reader = GGUFReader(str(k_file))
