@@ -1,6 +1,6 @@
 """Memory and time of a run whose backbone stays quantised, beside the same run with plain weights.
 
-    python -m benchmarks.quantised [--weights dense stored nf4] [--output FILE] [key=value …]
+    python -m benchmarks.quantised [--weights dense,stored,nf4] [--output FILE] [key=value …]
 
 Every kind of ``backbone.weights`` is a whole run of the quickstart in a process of its own: features, discovery,
 rounds and test. Overrides choose the model and the size, as in ``backbone.model=FILE.gguf training.rounds=1``.
@@ -51,7 +51,7 @@ def one(weights: str, overrides: list[str]) -> dict[str, float]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--weights", nargs="+", default=["dense", "stored"])
+    parser.add_argument("--weights", type=lambda text: text.split(","), default=["dense", "stored"])
     parser.add_argument("--output", type=Path)
     parser.add_argument("--child", help=argparse.SUPPRESS)
     args, overrides = parser.parse_known_args()
