@@ -74,7 +74,7 @@ class BackboneConfig:
     )
     end_of_answer: bool = setting(True, "Append the end token to every answer and train on it.")
     fused: bool = setting(
-        True, "Run Llama, Qwen2 and Mistral models through fused operations; false runs transformers' own layers."
+        True, "Run known architectures (docs/backbones.md) through fused operations; false: transformers' layers."
     )
     max_length: int = setting(
         512, "Longest sequence in tokens; a longer prompt loses its beginning.", low=16, high=1_000_000

@@ -193,17 +193,20 @@ def test_an_output_layer_too_large_for_the_scratch_memory_goes_by_its_rows(k_fil
 # -------------------------------------------------------------------------------------- training and answering
 
 
-@pytest.mark.parametrize("fused", [True, False])
-def test_training_is_that_of_the_weights_unpacked_once(trained_case, fused, smooth_optimiser):
+@pytest.mark.parametrize(("fused", "checkpointing"), [(True, "off"), (True, "on"), (False, "off"), (False, "on")])
+def test_training_is_that_of_the_weights_unpacked_once(trained_case, fused, checkpointing, smooth_optimiser):
+    """Experts on every linear layer; with checkpointing a layer's weights are unpacked three times."""
     kept = load(*trained_case, fused=fused)
-    assert (kept.decoder is not None) == (fused and kept.model.config.model_type != "gemma2")
-    layout = AdapterLayout.of(kept.linear_layers(TARGETS), 4, 2)
+    assert (kept.decoder is not None) == fused
+    layout = AdapterLayout.of(kept.linear_layers(["all-linear"]), 4, 2)
     router = RouterLayout(kept.width, 16, 2)
     lanes = make_lanes(kept, layout, router, clients=2, steps=3)
     results = []
     for backbone in (kept, None):
         backbone = backbone or unpacked(kept, fused)
-        trainer, mixture = make_trainer(backbone, layout, router)
+        trainer, mixture = make_trainer(
+            backbone, layout, router, targets=["all-linear"], checkpointing=checkpointing
+        )
         results.append(list(trainer.train(lanes, 2)))
         mixture.detach()
     for mine, theirs in zip(*results, strict=True):

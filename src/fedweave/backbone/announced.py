@@ -170,6 +170,19 @@ def check_announced(config: PretrainedConfig, found: Announced, name: str) -> No
         raise ValueError(f"it announces {numbers:,} weights, and its files hold {found.numbers:,}")
 
 
+def check_room(needed: float, device: torch.device, name: str) -> None:
+    """A backbone lies on one card, whole."""
+    if device.type != "cuda":
+        return
+    free, total = torch.cuda.mem_get_info(device)
+    if needed > free:
+        raise UserError(
+            f"backbone.model={name} takes {needed / 2**30:.1f} GiB, and {device} has {free / 2**30:.1f} of its "
+            f"{total / 2**30:.1f} GiB free. FedWeave keeps a backbone on one card (torchrun shares clients between "
+            "cards, not the model): choose a smaller model or a larger card; `fedweave budget` says what fits."
+        )
+
+
 @torch.no_grad()
 def check_finite(named: Iterable[tuple[str, torch.Tensor]]) -> None:
     """One infinite weight, and every answer that touches it is none."""

@@ -19,6 +19,7 @@ ARCHITECTURES = {
     "llama": "llama",
     "mistral": "llama",
     "qwen2": "qwen2",
+    "qwen3": "qwen3",
     "gemma2": "gemma2",
     "gemma3_text": "gemma3",
 }

@@ -15,23 +15,22 @@ import numpy as np
 import torch
 
 from fedweave.backbone import packing
-from fedweave.backbone.announced import check_announced, check_finite, in_folder, in_gguf
+from fedweave.backbone.announced import check_announced, in_folder, in_gguf
 from fedweave.backbone.catalog import Located, locate
 from fedweave.backbone.decoder import Decoder
+from fedweave.backbone.library import LibraryLayers
 from fedweave.backbone.packing import Packed
+from fedweave.backbone.positions import steady_positions
 from fedweave.backbone.prompts import PromptFormat
-from fedweave.backbone.quantised import (
-    QuantisedLinear,
-    as_nf4,
-    from_gguf,
-    kept_weights,
-    load_quantised,
-    numbers_of,
-)
+from fedweave.backbone.quantised import QuantisedLinear, numbers_of
+from fedweave.backbone.targets import linear_layers
+from fedweave.backbone.weights import load_model, weights_hash
 from fedweave.config import BackboneConfig
 from fedweave.errors import UserError, first_line
 from fedweave.kernels.frozen import Weight, times
 from fedweave.settings import environment_number
+
+NOTES = {"nf4": "its linear layers in 4 bits (NF4)", "nf4-double": "its linear layers in 4 bits (NF4, double)"}
 
 if TYPE_CHECKING:
     from transformers import Cache, PreTrainedModel, PreTrainedTokenizerFast
@@ -62,6 +61,9 @@ class Backbone:
         self._decode_attention = "eager" if capped else "sdpa"
         self.model.set_attn_implementation(packing.ATTENTION)
         self.decoder = Decoder(self.model) if self.fused and Decoder.fits(self.model) else None
+        self._library = LibraryLayers(self.model)
+        # tokens that the model was made for, where it says so
+        self.longest = steady_positions(self.model, self.prompts.max_length, self.name)
         self._check_logits()
 
     @property
@@ -109,17 +111,19 @@ class Backbone:
         logits = times(hidden, self.head)
         return self.softcap * torch.tanh(logits / self.softcap) if self.softcap else logits
 
-    def hidden(self, packed: Packed, cache: Cache | None = None) -> torch.Tensor:
-        """Last hidden states after the final norm, [T, d]; a cache keeps every layer's keys and values."""
+    def hidden(self, packed: Packed, cache: Cache | None = None, again: bool = False) -> torch.Tensor:
+        """Last hidden states after the final norm, [T, d]; a cache keeps every layer's keys and values. ``again``:
+        a layer keeps its input alone for the backward pass, and runs a second time there."""
         if self.decoder is not None and cache is None:
-            return self.decoder.hidden(packed)
-        out = self.model.base_model(
-            input_ids=packed.ids,
-            position_ids=packed.positions,
-            past_key_values=cache,
-            use_cache=cache is not None,
-            packed=packed,
-        )
+            return self.decoder.hidden(packed, again)
+        with self._library.running(again):
+            out = self.model.base_model(
+                input_ids=packed.ids,
+                position_ids=packed.positions,
+                past_key_values=cache,
+                use_cache=cache is not None,
+                packed=packed,
+            )
         return out.last_hidden_state[0]
 
     def next_hidden(self, ids: torch.Tensor, positions: torch.Tensor, cache: Cache) -> torch.Tensor:
@@ -141,11 +145,6 @@ class Backbone:
             yield self.model
         finally:
             self.model.set_attn_implementation(packing.ATTENTION)
-
-    @property
-    def longest(self) -> int | None:
-        """Tokens that the model was made for, where it says so."""
-        return getattr(self.model.config.get_text_config(), "max_position_embeddings", None)
 
     def longest_prompt(self, max_new_tokens: int) -> int:
         """Tokens of a prompt that leave room for an answer: as many as in training at least."""
@@ -175,33 +174,8 @@ class Backbone:
         if not (close > 0.99 and abs(scale - 1) < 0.02):
             raise UserError(
                 f"{self.name} computes its logits in a way that FedWeave does not know "
-                f"({self.model.config.model_type}); Llama, Qwen2, Gemma-2 and Gemma-3 are tested."
+                f"({self.model.config.model_type}); Llama, Qwen, Gemma, Mistral, Phi-3 and SmolLM are tested."
             )
-
-
-def linear_layers(model: PreTrainedModel, targets: Sequence[str], title: str) -> dict[str, torch.nn.Linear]:
-    """The linear layers of ``model`` whose names end as ``experts.target_modules`` says, in model order."""
-    found = {
-        name: module
-        for name, module in model.named_modules()
-        if any(name == t or name.endswith(f".{t}") for t in targets)
-    }
-    missing = [t for t in targets if not any(n == t or n.endswith(f".{t}") for n in found)]
-    if missing:
-        linear = {n.split(".")[-1] for n, m in model.named_modules() if isinstance(m, torch.nn.Linear)}
-        raise UserError(
-            f"experts.target_modules: {missing[0]!r} matches no layer of {title}; its linear layers "
-            f"are {', '.join(sorted(linear))}."
-        )
-    for name, module in found.items():
-        if module is model.get_output_embeddings():
-            raise UserError(f"experts.target_modules: {name!r} is the output layer, which carries no experts.")
-        if not isinstance(module, torch.nn.Linear):
-            raise UserError(f"experts.target_modules: {name} is a {type(module).__name__}, not a linear layer.")
-    return found
-
-
-_NOTES = {"nf4": "its linear layers in 4 bits (NF4)", "nf4-double": "its linear layers in 4 bits (NF4, double)"}
 
 
 def _located(config: BackboneConfig) -> Located:
@@ -221,14 +195,7 @@ def load_backbone(config: BackboneConfig) -> Backbone:
         announced = AutoConfig.from_pretrained(located.path, trust_remote_code=False)
         found = in_folder(Path(located.path)) if located.gguf is None else in_gguf(located.gguf)
         check_announced(announced, found, f"backbone.model={config.model}")
-        if located.gguf is not None:
-            model = load_quantised(announced, from_gguf(located.gguf, announced), dtype, device)
-        elif config.weights.startswith("nf4"):
-            source = as_nf4(Path(located.path), config.weights == "nf4-double", device)
-            model = load_quantised(announced, source, dtype, device)
-        else:
-            model = _load_dense(located.path, dtype).to(device)
-        check_finite(kept_weights(model, unpacked=False))
+        model = load_model(config, located, announced, dtype, device)
     except UserError:
         raise
     except Exception as error:  # damaged files fail in as many ways as there are lines in a library
@@ -244,23 +211,10 @@ def load_backbone(config: BackboneConfig) -> Backbone:
         tokenizer=tokenizer,
         prompts=PromptFormat(tokenizer, config),
         name=config.model,
-        note="; ".join(filter(None, [located.note, _NOTES.get(config.weights, "")])),
+        note="; ".join(filter(None, [located.note, NOTES.get(config.weights, "")])),
         device=device,
         fused=config.fused,
     )
-
-
-def _load_dense(path: str, dtype: torch.dtype) -> PreTrainedModel:
-    from transformers import AutoModelForCausalLM
-
-    model, info = AutoModelForCausalLM.from_pretrained(
-        path, dtype=dtype, output_loading_info=True, trust_remote_code=False, use_safetensors=True
-    )
-    if info["missing_keys"]:
-        raise ValueError(f"the files lack {sorted(info['missing_keys'])[0]}")
-    if info["mismatched_keys"]:
-        raise ValueError(f"{min(map(str, info['mismatched_keys']))} has another shape than the config says")
-    return model
 
 
 def load_prompts(config: BackboneConfig) -> PromptFormat:
@@ -315,23 +269,3 @@ def pick_dtype(name: str, device: torch.device) -> torch.dtype:
             "use float32 or auto."
         )
     return getattr(torch, name)
-
-
-@torch.no_grad()
-def weights_hash(model: torch.nn.Module, portable: bool = False) -> str:
-    """A hash over every bit of every parameter and buffer, fast enough to take before and after a run; ``portable``
-    takes their values rounded to bfloat16, whatever they are loaded in and however they are kept."""
-    lines = []
-    for name, tensor in kept_weights(model, unpacked=portable):
-        values = tensor.contiguous().reshape(-1)
-        if portable and values.is_floating_point():
-            values = values.to(torch.bfloat16)
-        bits = values.view({1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[values.element_size()])
-        total = mixed = 0
-        for start in range(0, len(bits), 1 << 24):
-            chunk = bits[start : start + (1 << 24)].long()
-            weights = torch.arange(start + 1, start + 1 + len(chunk), device=chunk.device) % 65521
-            total += int(chunk.sum())
-            mixed += int((chunk * weights).sum())
-        lines.append(f"{name} {tuple(tensor.shape)} {values.dtype} {total} {mixed}\n")
-    return hashlib.sha256("".join(sorted(lines)).encode()).hexdigest()

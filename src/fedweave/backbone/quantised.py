@@ -45,6 +45,9 @@ class QuantisedLinear(nn.Linear):
         """Its numbers, in memory of their own: for those who look at it, not for products."""
         return self.packed.dense(self.scratch.dtype)
 
+    def extra_repr(self) -> str:
+        return f"{super().extra_repr()}, {self.packed.format.name}"
+
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return linear(x, self.resident, self.bias)
 
@@ -65,6 +68,9 @@ class QuantisedEmbedding(nn.Embedding):
     @property
     def weight(self) -> torch.Tensor:  # type: ignore[override]
         return self.packed.dense(self.dtype)
+
+    def extra_repr(self) -> str:
+        return f"{self.num_embeddings}, {self.embedding_dim}, {self.packed.format.name}"
 
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
         rows = self.packed.rows(ids.flatten()).dense(self.dtype).unflatten(0, ids.shape)

@@ -24,6 +24,7 @@ import torch
 from safetensors.torch import save_file
 
 from fedweave.backbone.quantised import unpack
+from fedweave.backbone.targets import spelled_out
 from fedweave.bundle.adapter import check_adapter, compare, probe, write_adapter
 from fedweave.bundle.card import Origin, how_a_prompt_looks, merged_card, model_card, soft_card
 from fedweave.bundle.tokens import write_tokenizer
@@ -140,7 +141,7 @@ def describe(model: FedWeaveModel, origin: Origin) -> Description:
         "rank": layout.rank,
         "shared": layout.shared,
         "alpha": config.experts.alpha,
-        "target_modules": list(config.experts.target_modules),
+        "target_modules": spelled_out(config.experts.target_modules, layout.names),
         "router": cast(RouterShape, asdict(model.experts.router)) if model.experts.router else None,
         "shares": model.experts.shares,
         "feature": "mean over prompt tokens of the bare backbone's last hidden states, after the final norm",

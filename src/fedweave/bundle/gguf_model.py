@@ -106,7 +106,7 @@ def _shape(writer: GGUFWriter, config: PretrainedConfig) -> None:
     width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     parameters = config.rope_parameters
     writer.add_vocab_size(config.vocab_size)
-    writer.add_context_length(config.max_position_embeddings)
+    writer.add_context_length(_context(config))
     writer.add_embedding_length(config.hidden_size)
     writer.add_block_count(config.num_hidden_layers)
     writer.add_feed_forward_length(config.intermediate_size)
@@ -130,6 +130,13 @@ def _shape(writer: GGUFWriter, config: PretrainedConfig) -> None:
         writer.add_final_logit_softcapping(config.final_logit_softcapping)
     if config.attn_logit_softcapping:
         writer.add_attn_logit_softcapping(config.attn_logit_softcapping)
+
+
+def _context(config: PretrainedConfig) -> int:
+    """Tokens that a file is good for: llama.cpp knows windows of Gemma alone, and up to a window's length there is
+    none."""
+    window = None if config.model_type.startswith("gemma") else getattr(config, "sliding_window", None)
+    return min(config.max_position_embeddings, window or config.max_position_embeddings)
 
 
 # -------------------------------------------------------------------------------------- files

@@ -32,6 +32,7 @@ LATER = (
     "living.notice",
     "training.rounds",
     "training.clients_per_step",
+    "training.checkpointing",
     "federation.min_answers",
     "federation.repeats",
     "federation.sites",
