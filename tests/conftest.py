@@ -154,6 +154,20 @@ def model_folder(tmp_path_factory, tokenizer):
 
 
 @pytest.fixture(scope="session")
+def wide_folder(tmp_path_factory, tokenizer) -> Path:
+    """A Llama whose rows are long enough for quantised blocks of 256, with an output layer of its own."""
+    folder = tmp_path_factory.mktemp("wide")
+    torch.manual_seed(1)
+    config = LlamaConfig(
+        vocab_size=len(tokenizer), hidden_size=256, intermediate_size=512, num_hidden_layers=2, head_dim=32,
+        num_attention_heads=8, num_key_value_heads=4, max_position_embeddings=512, tie_word_embeddings=False,
+    )  # fmt: skip
+    AutoModelForCausalLM.from_config(config).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="session")
 def backbone_of(model_folder):
     """Call with a family's name to get its loaded backbone (float32, CPU, plain prompts); with ``fused=False`` its
     layers are transformers' own."""

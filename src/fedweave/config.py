@@ -52,6 +52,11 @@ class BackboneConfig:
     dtype: Literal["auto", "float32", "bfloat16"] = setting(
         "auto", "Weights of the backbone: auto is bfloat16 on CUDA and float32 on a CPU."
     )
+    weights: Literal["dense", "stored", "nf4", "nf4-double"] = setting(
+        "dense",
+        "How weights stay in memory: dense is backbone.dtype; stored leaves those of a .gguf file as they are (4 "
+        "to 8 bits); nf4 makes 4-bit ones of any model, nf4-double with smaller scales. Products unpack them.",
+    )
     prompt: Literal["auto", "plain", "chat"] = setting(
         "auto",
         "chat renders the tokenizer's chat template; plain is 'prompt, blank line, Response:'; "

@@ -11,8 +11,9 @@ from transformers import AutoModelForCausalLM
 
 from fedweave.backbone import catalog
 from fedweave.backbone.announced import check_room
-from fedweave.backbone.load import load_backbone, pick_device, pick_dtype, weights_hash
+from fedweave.backbone.load import load_backbone, pick_device, pick_dtype
 from fedweave.backbone.packing import pack
+from fedweave.backbone.weights import weights_hash
 from fedweave.config import BackboneConfig
 from fedweave.errors import UserError
 from tests.conftest import FAMILIES

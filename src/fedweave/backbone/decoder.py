@@ -21,11 +21,12 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
-import torch.nn.functional as F
 
 from fedweave.backbone.packing import Packed, attend
+from fedweave.backbone.quantised import QuantisedLinear
 from fedweave.experts.mixture import carries_experts, run_layer_again, with_experts, with_own_gates
 from fedweave.kernels.again import unread_product
+from fedweave.kernels.frozen import Resident, Weight, linear
 from fedweave.kernels.layer import add_norm, computed_again, gated, gated_unit, norm
 from fedweave.kernels.rotary import HeadNorms, rotate
 
@@ -55,7 +56,7 @@ class Decoder:
             config.model_type in FAMILIES
             and _activation(config) in _ACTIVATIONS
             and not getattr(config, "use_bidirectional_attention", False)
-            and all(layer.mlp.down_proj.weight.dtype == model.dtype for layer in model.base_model.layers)
+            and all(_plain(layer.mlp.down_proj, model.dtype) for layer in model.base_model.layers)
         )
 
     def hidden(self, packed: Packed, again: bool = False) -> torch.Tensor:
@@ -92,6 +93,11 @@ def _norm_of(module: Any) -> _Norm:
 
 def _activation(config: PretrainedConfig) -> str:
     return getattr(config, "hidden_activation", None) or config.hidden_act
+
+
+def _plain(layer: torch.nn.Linear, dtype: torch.dtype) -> bool:
+    """Whether a layer's weight is ours to multiply by, and not kept in a way that only its own layer knows."""
+    return isinstance(layer, QuantisedLinear) or layer.weight.dtype == dtype
 
 
 class _Layer:
@@ -164,19 +170,28 @@ class _Joined:
 
     def __init__(self, layers: Sequence[torch.nn.Linear]):
         self.layers = layers
-        self.weight: torch.Tensor = layers[0].weight
         self.bias: torch.Tensor | None = layers[0].bias
-        if len(layers) == 1:
-            return
-        self.weight = torch.cat([layer.weight.data for layer in layers])  # [columns of all, n]
-        for layer, part in zip(layers, self.weight.split([w.out_features for w in layers]), strict=True):
-            layer.weight.data = part
-        if self.bias is not None:
+        if self.bias is not None and len(layers) > 1:
             self.bias = torch.cat([layer.bias.data for layer in layers])
+        self.weight = self._join(layers)
+
+    @staticmethod
+    def _join(layers: Sequence[torch.nn.Linear]) -> Weight:
+        """[columns of all, n]"""
+        quantised = [layer for layer in layers if isinstance(layer, QuantisedLinear)]
+        if quantised:
+            kept = [layer.packed if isinstance(layer, QuantisedLinear) else layer.weight for layer in layers]
+            return Resident(kept, quantised[0].scratch)
+        if len(layers) == 1:
+            return layers[0].weight
+        weight = torch.cat([layer.weight.data for layer in layers])
+        for layer, part in zip(layers, weight.split([w.out_features for w in layers]), strict=True):
+            layer.weight.data = part
+        return weight
 
     def __call__(self, x: torch.Tensor, unread: bool = False) -> torch.Tensor:
         if not carries_experts(self.layers):
-            return unread_product(x, self.weight) if unread else F.linear(x, self.weight, self.bias)
+            return unread_product(x, self.weight) if unread else linear(x, self.weight, self.bias)
         with torch.no_grad():
-            y = x.new_empty(len(x), len(self.weight)) if unread else F.linear(x, self.weight, self.bias)
+            y = x.new_empty(len(x), len(self.weight)) if unread else linear(x, self.weight, self.bias)
         return with_experts(y, x, self.layers, self.weight)

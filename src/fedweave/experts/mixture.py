@@ -19,6 +19,7 @@ from fedweave.kernels import fused
 from fedweave.kernels.again import run_again
 from fedweave.kernels.dropout import DropoutKeys
 from fedweave.kernels.experts import MOST_ROWS, add_experts, add_to_rows
+from fedweave.kernels.frozen import Weight
 from fedweave.kernels.lanes import Lanes, Setting, Target, one_lane
 
 
@@ -160,7 +161,7 @@ def run_layer_again(
 
 
 def with_experts(
-    y: torch.Tensor, x: torch.Tensor, layers: Sequence[torch.nn.Linear], weight: torch.Tensor | None = None
+    y: torch.Tensor, x: torch.Tensor, layers: Sequence[torch.nn.Linear], weight: Weight | None = None
 ) -> torch.Tensor:
     """y = the outputs of ``layers`` on x, side by side; returns y with the experts of those that carry any. With
     ``weight``, the layers' own, y was computed without gradient (``kernels/experts.py`` says why)."""

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from fedweave.kernels import Context
+from fedweave.kernels.frozen import Weight, back
 
 
 def run_again(run: Callable[..., Tensor], *inputs: Tensor) -> Tensor:
@@ -41,21 +42,21 @@ class _Again(torch.autograd.Function):
         return None, None, *(x.grad for x in inputs)
 
 
-def unread_product(x: Tensor, weight: Tensor) -> Tensor:
+def unread_product(x: Tensor, weight: Weight) -> Tensor:
     """x Wᵀ for a frozen W [m, n], of which only the way back is wanted: the values are whatever lies in memory."""
     return _Unread.apply(x, weight)
 
 
 class _Frozen(Context, Protocol):
-    weight: Tensor
+    weight: Weight
 
 
 class _Unread(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: _Frozen, x: Tensor, weight: Tensor) -> Tensor:
+    def forward(ctx: _Frozen, x: Tensor, weight: Weight) -> Tensor:
         ctx.weight = weight
         return x.new_empty(len(x), len(weight))
 
     @staticmethod
     def backward(ctx: _Frozen, *grads: Tensor) -> tuple[Tensor, None]:
-        return grads[0] @ ctx.weight, None
+        return back(grads[0], ctx.weight), None

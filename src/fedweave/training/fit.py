@@ -95,8 +95,7 @@ def step_memory(backbone: Backbone, layout: AdapterLayout) -> StepMemory:
 
 
 def pace_of(backbone: Backbone) -> Pace:
-    parameters = sum(p.numel() for p in backbone.model.parameters())
-    return Pace(parameters, backbone.model.config.get_text_config().num_hidden_layers)
+    return Pace(backbone.parameters, backbone.model.config.get_text_config().num_hidden_layers)
 
 
 def one_lane(lanes: Sequence[Lane]) -> Step:
