@@ -13,9 +13,10 @@ from tokenizers import Tokenizer, decoders, models, normalizers
 
 from fedweave.backbone.gguf import SPLITTERS, build_tokenizer, word_splitter
 from fedweave.backbone.load import load_backbone
+from fedweave.backbone.packing import pack
 from fedweave.backbone.prompts import PromptFormat
 from fedweave.bundle.adapter import probe
-from fedweave.bundle.gguf_model import QUANTISATIONS, reordered, rotary_factors
+from fedweave.bundle.gguf_model import QUANTISATIONS, reordered, rotary_factors, write_model
 from fedweave.bundle.gguf_tokens import write_tables
 from fedweave.bundle.load import load_bundle
 from fedweave.bundle.programs import write_gguf
@@ -108,6 +109,27 @@ def test_llamas_queries_and_keys_change_their_order_and_nothing_else(backbone_of
         assert torch.equal(reordered(name, rows, config), rows)
     for family in ("qwen2", "gemma2", "gemma3"):
         assert torch.equal(reordered("x.q_proj.weight", rows, backbone_of(family).model.config), rows)
+
+
+@pytest.mark.parametrize("family", ["qwen2", "mistral"])
+def test_families_come_back(backbone_of, tmp_path, family):
+    backbone = backbone_of(family)
+    write_model(tmp_path / "model.gguf", backbone, "F32", "tiny")
+    found = load_backbone(BackboneConfig(model=str(tmp_path / "model.gguf"), device="cpu", max_length=128))
+    ids = np.arange(4, 12, dtype=np.int32)  # within a window
+    mine, theirs = (b.logits(b.hidden(pack([[ids]], b.device))) for b in (backbone, found))
+    assert close(theirs, mine, 0.02)  # it is kept in bfloat16
+    assert found.longest == (8 if family == "mistral" else 512)  # beyond its window llama.cpp would attend
+
+
+def test_norms_of_heads_go_with_the_file(backbone_of, tmp_path):
+    """transformers takes every Qwen3 file for one with heads of 128, so the file itself is read."""
+    write_model(tmp_path / "model.gguf", backbone_of("qwen3"), "F32", "tiny")
+    found, own = arrays(tmp_path / "model.gguf"), backbone_of("qwen3").model.state_dict()
+    for name, part in (("q_norm", "attn_q_norm"), ("k_norm", "attn_k_norm"), ("q_proj", "attn_q")):
+        expected = own[f"model.layers.1.self_attn.{name}.weight"].numpy()
+        np.testing.assert_array_equal(found[f"blk.1.{part}.weight"].reshape(expected.shape), expected)
+    assert len(found) == len(own) - backbone_of("qwen3").model.config.tie_word_embeddings
 
 
 def test_stretched_positions_go_with_the_file(backbone_of):

@@ -99,7 +99,7 @@ def gateway(model, upstream):
         yield one
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", [name for name in FAMILIES if name not in ("phi3", "smollm3")])
 def test_logits_of_backbone_and_experts_are_ours(backbone_of, family, tmp_path):
     """Every layer that may carry an expert, and experts that share a part."""
     backbone = backbone_of(family)
