@@ -58,6 +58,7 @@ def draw(source: Path, target: Path) -> None:
         panel.set_ylabel(what, fontsize=9)
         panel.tick_params(labelsize=8)
         panel.spines[["top", "right"]].set_visible(False)
+    below.xaxis.get_major_locator().set_params(integer=True)
     below.set_xlabel("round; grey: a new kind came before it", fontsize=9)
     below.legend(fontsize=8, frameon=False)
     figure.tight_layout()
