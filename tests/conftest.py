@@ -20,7 +20,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from hypothesis import HealthCheck, settings
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import (
     AutoModelForCausalLM,
@@ -89,10 +88,6 @@ FAMILIES = {
     "smollm3": lambda v: SmolLM3Config(vocab_size=v, no_rope_layers=[1, 0], **SPECIAL, **SHAPE),
 }
 
-
-# how long an example takes says how busy a machine is, nothing else; the same examples every time
-settings.register_profile("fedweave", deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
-settings.load_profile("fedweave")
 
 LONGEST = ("test_deployment.py", "test_distributed.py", "test_docs.py", "test_page.py", "test_faults.py")
 
