@@ -1,4 +1,4 @@
-"""Hypothesis as these tests use it: the same examples every time, and no clock, which says how busy a machine is."""
+"""Hypothesis as tests use it: the same examples every time, and no clock, for it says how busy a machine is."""
 
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
