@@ -1,5 +1,5 @@
-"""What is sent to upstreams and what their events mean, llama-server's in events as it sent them; test_llama_server.py
-has that program itself."""
+"""What is sent to upstreams and what their events mean, llama-server's in events as it sent them;
+test_llama_server.py has that program itself."""
 
 import httpx
 import pytest
@@ -76,7 +76,7 @@ def test_vllm_is_asked_for_a_prompts_log_probabilities_and_heard(twin):
     heard = vllm.heard({"choices": [choice], "usage": {"completion_tokens": 2}}, asked)
     assert heard.text == twin.backbone.tokenizer.decode([20]) and heard.reason == "stop"
     assert [score.token for score in heard.scores] == tokens[:-1] and heard.scores[0].logprob is None
-    with pytest.raises(ApiError, match="does not tell the prompt's log-probabilities"):
+    with pytest.raises(ApiError, match="tells no log-probabilities of the prompt"):
         vllm.heard({"choices": [{"text": "x", "logprobs": {k: v[-2:] for k, v in told.items()}}]}, asked)
 
 

@@ -1,7 +1,7 @@
 """The programs that a gateway stands before: what each calls an expert, how it is asked, what its events say.
 
-All are sent the tokens of a prompt, so that no other chat template comes between, and all answer with a stream; only
-where the prompt's own log-probabilities are asked for, the answer comes in one piece.
+All are sent the tokens of a prompt, so that no other chat template comes between, and all answer with a stream; in
+one piece only where the prompt's own log-probabilities are asked for.
 """
 
 from collections.abc import Collection
@@ -110,7 +110,7 @@ class Vllm:
         the prompt in its own spelling."""
         prompt, ends = len(job.prompt.ids), self.ends(job)
         if [score.token for score in scores[:prompt]] != job.prompt.ids.tolist():
-            raise ApiError(502, f"the upstream {self.client.base_url} does not tell the prompt's log-probabilities.")
+            raise ApiError(502, f"the upstream {self.client.base_url} tells no log-probabilities of the prompt.")
         text = AnswerText(self.model.backbone.tokenizer, job.sampling.stop_strings, trim=False)
         answer = [score for score in scores[prompt:] if score.token not in ends]
         for score in answer:
@@ -194,7 +194,7 @@ class Llama(Vllm):
 
     def check(self, sampling: Sampling) -> None:
         if sampling.echo:
-            raise UserError("echo: llama-server has no log-probabilities of a prompt; ask a server without upstream.")
+            raise UserError("echo: llama-server has no log-probabilities of a prompt; ask without --upstream.")
         if sampling.min_new_tokens:
             raise UserError("min_tokens: llama-server does not offer it.")
 
