@@ -2,11 +2,11 @@
 
     python -m benchmarks.strange MODEL FOLDER [--varied] [--tasks 12] [--rows 90]
 
-FOLDER is a folder of tasks (``tasks.jsonl`` and rows, as for ``data.source=tasks``), or holds the paper's four tasks.
-Prompts are rendered as a run renders them. Of each task two thirds of the rows are known and the rest new. The limit
-is learned from known prompts alone, by the functions of ``router.familiar``. Printed for two of its values: how many
-new prompts are taken for strange by mistake, with the limit as known prompts alone would set it and as it is set,
-and how many off-topic prompts, and prompts of tasks that nobody knows, are found.
+FOLDER is a folder of tasks (``tasks.jsonl`` and rows, as for ``data.source=tasks``) or has the paper's four tasks.
+Prompts are rendered as a run renders them. Of each task two thirds of the rows are known and the rest new. The
+limit is learned from known prompts alone, by the functions of ``router.familiar``. Printed for two of its values:
+how many new prompts are taken for strange by mistake, with the limit as known prompts alone would set it and as it
+is set, and how many off-topic prompts, and prompts of tasks that nobody knows, are found.
 """
 
 import argparse
@@ -77,9 +77,7 @@ def main() -> None:
     mean_far = crossed(halves, means, seconds)
     counts, factor = count_far(inner, spanned(halves), mean_far), farther(halves, mean_far)
     far = {name: outside(features.double(), span.mean, span.scale, span.axes) for name, features in x.items()}
-    print(
-        f"{len(names)} tasks, {len(inner)} known prompts, {count} directions; new ones lie {factor:.2f} times as far"
-    )
+    print(f"{len(names)} tasks, {len(inner)} known prompts, {count} directions; new ones {factor:.2f} times as far")
     print("  familiar  limit        " + "".join(f"{f'{k} ({len(v)})':>20}" for k, v in x.items() if k != "known"))
     for share in (0.98, 0.99):
         limits = {
