@@ -129,7 +129,7 @@ def main() -> None:
         raise SystemExit("llama-server is not on the PATH; FEDWEAVE_LLAMA_SERVER may name it")
     pools, _ = make_sample(arguments.each, seed=977)
     prompts = [row.prompt for group in zip(*pools.values(), strict=True) for row in group]
-    ports = [_free_port() for _ in range(3)]
+    ports = [free_port() for _ in range(3)]
     own, upstream, gateway = (f"http://127.0.0.1:{port}" for port in ports)
     where = ["--backbone", arguments.backbone] if arguments.backbone else []
     serve = [
@@ -191,7 +191,7 @@ def _ratio(results: list[dict[str, Any]], name: str) -> float:
     return round(results[1][name] / results[0][name], 2)
 
 
-def _free_port() -> int:
+def free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])
