@@ -1,10 +1,13 @@
 """The ladders: training from a PEFT loop to packed lockstep, and decoding with experts, in one run on one machine.
 
     python -m benchmarks.ladder                                    # about two minutes on a CPU
-    python -m benchmarks.ladder --shapes 135m 0.5b 3b --sweep      # the published figures (H200)
+    python -m benchmarks.ladder --shapes 135m 0.5b 3b 8b --sweep   # the published figures (H200)
+    python -m benchmarks.ladder --shapes 8b --reference-clients 0  # without what comes one client after another
 
 One round is 20 clients × 10 steps × batch 8 with M = 4 experts of rank 8 (on a CPU: 2 × 1 × 4). The PEFT loops are
-timed on a few clients and scaled to all: clients come one after another there, so time is proportional.
+timed on a few clients and scaled to all: clients come one after another there, so time is proportional. The last
+rungs are the fastest one with less memory (layers that run twice) and with experts on every linear layer. On a GPU
+memory stands beside what ``fedweave budget`` predicts.
 """
 
 from __future__ import annotations
@@ -13,9 +16,10 @@ import argparse
 import gc
 import json
 import platform
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
@@ -23,8 +27,10 @@ import fedweave
 from benchmarks import peft_loops
 from benchmarks.clock import once, peak_gib, reset_peak, seconds
 from benchmarks.decoding import Contest, measure
+from benchmarks.memory import predicted_gib
 from benchmarks.workload import (
     ALPHA,
+    EVERY,
     EXPERTS,
     RANK,
     SHAPES,
@@ -58,9 +64,9 @@ class Bench:
         reset_peak(self.device)
         return random_model(self.shape, self.device, self.dtype)
 
-    def record(self, name: str, tokens: int, measure: Callable[[], float], **more: Any) -> None:
+    def record(self, name: str, tokens: int, measure: Callable[[], float], more: dict[str, Any]) -> None:
         """Add a rung; one that does not fit or cannot run says so instead of ending the benchmark."""
-        row: dict[str, Any] = {"name": name, **more}
+        row: dict[str, Any] = {"name": name}
         try:
             spent = measure()
             # forward and the gradient of activations: 2 · 2 · N FLOP a token; the weights are frozen
@@ -74,13 +80,14 @@ class Bench:
             row["failed"] = "out of memory"
         except ImportError as error:
             row["failed"] = f"needs {error.name}"
-        self.rows.append(row)
+        self.rows.append(row | more)
         shown = (
             f"{row['seconds']:8.3f} s {row['tokens_per_second']:10,.0f} tok/s"
             if "seconds" in row
             else row["failed"]
         )
         peak = f" {row['peak_gib']:6.1f} GiB" if row.get("peak_gib") else ""
+        peak += f", predicted {more['predicted_gib']:.1f}" if "predicted_gib" in more else ""
         print(f"  {name:58s} {shown}{peak}", flush=True)
 
     # ------------------------------------------------------------------------------ rungs
@@ -95,7 +102,7 @@ class Bench:
             spent = once(loop(self.model(), clients[:few], plan[:few], self.device), self.device)
             return spent * len(clients) / few
 
-        self.record(name, real_tokens(clients, plan), measure, clients_timed=few)
+        self.record(name, real_tokens(clients, plan), measure, {"clients_timed": few})
 
     def ours(
         self,
@@ -108,13 +115,18 @@ class Bench:
         graphs: bool = False,
         second_forward: bool = False,
         timed: int | None = None,
+        targets: Sequence[str] = TARGETS,
+        checkpointing: Literal["on", "off"] = "off",
     ) -> None:
         """FedWeave's trainer with some of its means switched off."""
         few = min(timed or len(clients), len(clients))
+        more: dict[str, Any] = {"clients_timed": few} if few < len(clients) else {}
 
         def measure() -> float:
             backbone = backbone_of(self.model(), fused)
-            trainer, lanes = make_training(backbone, clients[:few], plan[:few], graphs)
+            trainer, lanes = make_training(backbone, clients[:few], plan[:few], graphs, targets, checkpointing)
+            if self.gpu:
+                more["predicted_gib"] = predicted_gib(trainer, lanes[: together or few])
 
             def round_() -> None:
                 if second_forward:
@@ -129,7 +141,7 @@ class Bench:
             trainer.release()
             return spent * len(clients) / few
 
-        self.record(name, tokens, measure, **({"clients_timed": few} if few < len(clients) else {}))
+        self.record(name, tokens, measure, more)
 
     @staticmethod
     @torch.no_grad()
@@ -145,17 +157,22 @@ class Bench:
         clients = make_clients(self.shape, o.clients, 80)
         plan = schedules(clients, o.steps, o.batch)
         tokens, few = real_tokens(clients, plan), o.reference_clients
-        self.reference("PEFT, one LoRA, clients one after another", peft_loops.one_lora, clients, plan)
-        self.reference("PEFT soft mixture, gate hooks, second forward", peft_loops.soft_mixture, clients, plan)
-        self.ours("stacked experts, one client at a time, second forward", clients, plan, tokens, 1, timed=few,
-                  second_forward=True)  # fmt: skip
-        self.ours("+ cached features", clients, plan, tokens, 1, timed=few)
+        if few:
+            self.reference("PEFT, one LoRA, clients one after another", peft_loops.one_lora, clients, plan)
+            self.reference("PEFT soft mixture, gate hooks, second forward", peft_loops.soft_mixture, clients, plan)
+            self.ours("stacked experts, one client at a time, second forward", clients, plan, tokens, 1, timed=few,
+                      second_forward=True)  # fmt: skip
+            self.ours("+ cached features", clients, plan, tokens, 1, timed=few)
         grown, order = filled_up(clients, plan)
         self.ours("+ lockstep, padded to the longest", grown, order, tokens)
         self.ours("+ packed", clients, plan, tokens)
         self.ours("+ fused operations", clients, plan, tokens, fused=True)
         if self.gpu:
             self.ours("+ recorded steps, where they pay", clients, plan, tokens, fused=True, graphs=True)
+        best = partial(self.ours, clients=clients, plan=plan, tokens=tokens, fused=True, graphs=self.gpu)
+        best("the same, layers run twice", checkpointing="on")
+        best("the same, experts on every linear layer", targets=EVERY)
+        best("the same, experts on every linear layer, layers run twice", targets=EVERY, checkpointing="on")
         base = next((r["seconds"] for r in self.rows if r["name"].startswith("PEFT soft") and "seconds" in r), None)
         for row in self.rows:
             if base and "seconds" in row:
@@ -203,7 +220,9 @@ def main() -> None:
     parser.add_argument("--clients", type=int, default=20 if gpu else 2)
     parser.add_argument("--steps", type=int, default=10 if gpu else 1)
     parser.add_argument("--batch", type=int, default=8 if gpu else 4)
-    parser.add_argument("--reference-clients", type=int, default=2, help="how many the PEFT loops are timed on")
+    parser.add_argument(
+        "--reference-clients", type=int, default=2, help="how many PEFT loops are timed on; 0: none"
+    )
     parser.add_argument("--sweep", action="store_true", help="also vary clients and tokens")
     parser.add_argument("--output", type=Path, help="a JSON file; other shapes in it stay")
     options = parser.parse_args()

@@ -15,14 +15,13 @@ from __future__ import annotations
 
 import argparse
 import json
-import tempfile
 from pathlib import Path
 
 import numpy as np
 import torch
 from sklearn.metrics import roc_auc_score
 
-from benchmarks.server_memory import tiny_model
+from benchmarks.server_memory import with_a_model
 from fedweave.backbone.features import compute_features
 from fedweave.config import Config, load_config
 from fedweave.console import Console
@@ -109,11 +108,10 @@ def main() -> None:
     parser.add_argument("overrides", nargs="*")
     args = parser.parse_args()
     rows = []
-    with tempfile.TemporaryDirectory() as scratch:
-        model = [] if any(o.startswith("backbone.model=") for o in args.overrides) else [tiny_model(Path(scratch))]
+    with with_a_model(args.overrides) as overrides:
         size = [f"data.clients={args.clients}", f"data.train={args.examples * args.clients // 4}"]
         fixed = [*BASE, *size, f"data.validation={args.examples}", f"training.batch_size={args.examples}"]
-        fixed += [*(f"backbone.model={folder}" for folder in model), *args.overrides]
+        fixed += overrides
         print(f"{'switch':<24} signature  update   (area under the ROC curve; 0.5 is chance)")
         for name, switch in SWITCHES.items():
             measured = [

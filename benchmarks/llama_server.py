@@ -26,6 +26,7 @@ import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -35,9 +36,10 @@ import torch
 
 from fedweave.bundle.card import base_model
 from fedweave.bundle.load import verify_bundle
+from fedweave.bundle.programs import write_gguf
 from fedweave.data.sample import make_sample
 from fedweave.runs.summary import environment
-from fedweave.runs.use import export_gguf
+from fedweave.runs.use import export_as
 
 
 @dataclass
@@ -145,7 +147,9 @@ def main() -> None:
     ]
     with ExitStack() as stack:
         files = Path(stack.enter_context(tempfile.TemporaryDirectory())) / "files"
-        export_gguf(arguments.folder, files, arguments.quantise, model=arguments.backbone)
+        export_as(
+            partial(write_gguf, quantisation=arguments.quantise), arguments.folder, files, model=arguments.backbone
+        )
         loras = ",".join(str(path) for path in sorted(files.glob("*.gguf")) if "-" not in path.name)
         base = str(files / f"base-{arguments.quantise}.gguf")
         command = [llama, "-m", base, "--lora", loras, "--lora-init-without-apply", "--port", str(ports[1])]

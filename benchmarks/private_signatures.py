@@ -14,14 +14,13 @@ from __future__ import annotations
 
 import argparse
 import json
-import tempfile
 from pathlib import Path
 from unittest import mock
 
 import numpy as np
 import torch
 
-from benchmarks.server_memory import tiny_model
+from benchmarks.server_memory import with_a_model
 from fedweave.alignment.align import align, signature_distance
 from fedweave.config import Config, load_config
 from fedweave.console import Console
@@ -98,9 +97,7 @@ def main() -> None:
     parser.add_argument("overrides", nargs="*")
     args = parser.parse_args()
     rows = []
-    with tempfile.TemporaryDirectory() as scratch:
-        model = [] if any(o.startswith("backbone.model=") for o in args.overrides) else [tiny_model(Path(scratch))]
-        overrides = [*(f"backbone.model={folder}" for folder in model), *args.overrides]
+    with with_a_model(args.overrides) as overrides:
         for examples in map(int, args.examples.split(",")):
             rows += curve(examples, args.clients, args.seeds, overrides)
     print("examples  level    spent     ε       noise    purity  ARI     experts")

@@ -18,6 +18,8 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 # glibc keeps freed memory for later, in pieces; what is measured here is what the server holds
@@ -105,6 +107,14 @@ def simulation(clients: int) -> dict:
         ]  # fmt: skip
         summary = start(load_config("quickstart", settings), Path(scratch) / "run", Console(quiet=True))
     return {"peak_mb": _peak(), "prototypes": summary["buckets"], "experts": summary["experts"]}
+
+
+@contextmanager
+def with_a_model(overrides: Sequence[str]) -> Iterator[list[str]]:
+    """These overrides, and a tiny model where they name none."""
+    with tempfile.TemporaryDirectory() as scratch:
+        named = any(override.startswith("backbone.model=") for override in overrides)
+        yield [*([] if named else [f"backbone.model={tiny_model(Path(scratch))}"]), *overrides]
 
 
 def tiny_model(folder: Path) -> Path:

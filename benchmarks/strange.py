@@ -5,8 +5,8 @@
 FOLDER is a folder of tasks (``tasks.jsonl`` and rows, as for ``data.source=tasks``) or has the paper's four tasks.
 Prompts are rendered as a run renders them. Of each task's rows so many are known and the rest new, five times over
 at random. The limit is learned from known prompts alone, by the functions of ``router.familiar``. Printed for two
-of its values: how many new prompts are taken for strange by mistake, with the limit as known prompts alone would set
-it and as it is set, and how many off-topic prompts, and prompts of tasks that nobody knows, are found.
+of its values: how many new prompts are taken for strange by mistake, with the limit as known prompts alone would
+set it and as it is set, and how many off-topic prompts, and prompts of tasks that nobody knows, are found.
 """
 
 import argparse

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 import numpy as np
 import torch
@@ -17,6 +19,7 @@ from fedweave.training.batch import ClientData, Lane
 from fedweave.training.lockstep import LockstepTrainer
 
 TARGETS = ("q_proj", "v_proj")
+EVERY = ("all-linear",)
 EXPERTS, RANK, ALPHA, DROPOUT = 4, 8, 16, 0.1
 
 # (prompt mean, sd, answer mean, sd) in tokens: CoEdIT, GSM8K, TweetEval, ARC-C
@@ -41,6 +44,7 @@ SHAPES = {
     "135m": Shape(576, 30, 9, 3, 64, 1536, 49_152),  # SmolLM2-135M
     "0.5b": Shape(896, 24, 14, 2, 64, 4864, 151_936),  # Qwen2.5-0.5B
     "3b": Shape(3072, 28, 24, 8, 128, 8192, 128_256),  # Llama-3.2-3B
+    "8b": Shape(4096, 32, 32, 8, 128, 14_336, 128_256),  # Llama-3.1-8B, but one matrix for input and output
 }
 
 
@@ -83,12 +87,19 @@ def backbone_of(model, fused: bool) -> Backbone:
 
 
 def make_training(
-    backbone: Backbone, clients: list[ClientData], plan: list[list[np.ndarray]], graphs: bool
+    backbone: Backbone,
+    clients: list[ClientData],
+    plan: list[list[np.ndarray]],
+    graphs: bool,
+    targets: Sequence[str] = TARGETS,
+    checkpointing: Literal["on", "off"] = "off",
+    experts: int = EXPERTS,
+    rank: int = RANK,
 ) -> tuple[LockstepTrainer, list[Lane]]:
     """FedWeave's trainer with a soft mixture on the backbone, and a lane for every client."""
-    layers, device = backbone.linear_layers(TARGETS), backbone.device
-    layout, router = AdapterLayout.of(layers, RANK, EXPERTS), RouterLayout(backbone.width, 512, EXPERTS)
-    config = TrainingConfig(lr=1e-4, cuda_graphs=graphs)
+    layers, device = backbone.linear_layers(targets), backbone.device
+    layout, router = AdapterLayout.of(layers, rank, experts), RouterLayout(backbone.width, 512, experts)
+    config = TrainingConfig(lr=1e-4, cuda_graphs=graphs, checkpointing=checkpointing)
     trainer = LockstepTrainer(backbone, Mixture(layers, layout, ALPHA), router, config, DROPOUT, 5e-5)
     theta, phi = layout.initial(0).to(device), router.initial(0).to(device)
     return trainer, [Lane(c, p, theta, phi, (k,)) for k, (c, p) in enumerate(zip(clients, plan, strict=True))]

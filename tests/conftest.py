@@ -26,8 +26,12 @@ from transformers import (
     Gemma2Config,
     Gemma3TextConfig,
     LlamaConfig,
+    MistralConfig,
+    Phi3Config,
     PreTrainedTokenizerFast,
     Qwen2Config,
+    Qwen3Config,
+    SmolLM3Config,
 )
 
 from fedweave.backbone.load import Backbone, load_backbone
@@ -52,6 +56,11 @@ SHAPE = {
     "max_position_embeddings": 512,
     "head_dim": 8,
 }
+STRETCHED = {
+    "rope_type": "llama3", "rope_theta": 1e4, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 64,
+}  # fmt: skip
+SPECIAL = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 1}  # their own lie beyond a small vocabulary
 FAMILIES = {
     "llama": lambda v: LlamaConfig(vocab_size=v, tie_word_embeddings=True, **SHAPE),
     "qwen2": lambda v: Qwen2Config(vocab_size=v, **{k: x for k, x in SHAPE.items() if k != "head_dim"}),
@@ -65,6 +74,18 @@ FAMILIES = {
         **SHAPE,
     ),
     "gemma3": lambda v: Gemma3TextConfig(vocab_size=v, sliding_window=8, query_pre_attn_scalar=8, **SHAPE),
+    "llama3": lambda v: LlamaConfig(vocab_size=v, rope_parameters=STRETCHED, **SHAPE),
+    "qwen3": lambda v: Qwen3Config(vocab_size=v, **SHAPE),
+    "mistral": lambda v: MistralConfig(vocab_size=v, sliding_window=8, **SHAPE),
+    # joined products; three quarters of a head rotate
+    "phi3": lambda v: Phi3Config(
+        vocab_size=v,
+        sliding_window=8,
+        rope_parameters={"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.75},
+        **SPECIAL,
+        **{k: x for k, x in SHAPE.items() if k != "head_dim"},
+    ),
+    "smollm3": lambda v: SmolLM3Config(vocab_size=v, no_rope_layers=[1, 0], **SPECIAL, **SHAPE),
 }
 
 
@@ -122,6 +143,8 @@ def model_folder(tmp_path_factory, tokenizer):
                 for name, p in model.named_parameters():
                     if p.ndim == 2 and "embed" not in name:
                         p.mul_(4.0)
+                    elif "q_norm" in name or "k_norm" in name:
+                        p.add_(torch.randn(p.shape) / 4)
             model.save_pretrained(folder)
             tokenizer.save_pretrained(folder)
             made[family] = folder
@@ -131,16 +154,30 @@ def model_folder(tmp_path_factory, tokenizer):
 
 
 @pytest.fixture(scope="session")
-def backbone_of(model_folder):
-    """Call with a family's name to get its loaded backbone (float32, CPU, plain prompts)."""
-    made: dict[str, Backbone] = {}
+def wide_folder(tmp_path_factory, tokenizer) -> Path:
+    """A Llama whose rows are long enough for quantised blocks of 256, with an output layer of its own."""
+    folder = tmp_path_factory.mktemp("wide")
+    torch.manual_seed(1)
+    config = LlamaConfig(
+        vocab_size=len(tokenizer), hidden_size=256, intermediate_size=512, num_hidden_layers=2, head_dim=32,
+        num_attention_heads=8, num_key_value_heads=4, max_position_embeddings=512, tie_word_embeddings=False,
+    )  # fmt: skip
+    AutoModelForCausalLM.from_config(config).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return folder
 
-    def make(family: str = "llama") -> Backbone:
-        if family not in made:
-            made[family] = load_backbone(
-                BackboneConfig(model=str(model_folder(family)), device="cpu", max_length=128)
-            )
-        return made[family]
+
+@pytest.fixture(scope="session")
+def backbone_of(model_folder):
+    """Call with a family's name to get its loaded backbone (float32, CPU, plain prompts); with ``fused=False`` its
+    layers are transformers' own."""
+    made: dict[tuple[str, bool], Backbone] = {}
+
+    def make(family: str = "llama", fused: bool = True) -> Backbone:
+        if (family, fused) not in made:
+            settings = BackboneConfig(model=str(model_folder(family)), device="cpu", max_length=128, fused=fused)
+            made[family, fused] = load_backbone(settings)
+        return made[family, fused]
 
     return make
 

@@ -10,7 +10,7 @@ import re
 import socket
 import sys
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
@@ -193,8 +193,9 @@ def make_trainer(
     dropout: float = 0.0,
     router_rate: float = 1e-2,
     kind: type[LockstepTrainer] = LockstepTrainer,
-    **training: float,
+    targets: Sequence[str] = TARGETS,
+    **training: float | str,
 ) -> tuple[LockstepTrainer, Mixture]:
-    mixture = Mixture(backbone.linear_layers(TARGETS), layout, alpha=16.0)
+    mixture = Mixture(backbone.linear_layers(targets), layout, alpha=16.0)
     config = TrainingConfig(**{"lr": 1e-2, "clip": 1.0, **training})  # type: ignore[arg-type]
     return kind(backbone, mixture, router, config, dropout, router_rate), mixture

@@ -21,6 +21,7 @@ from safetensors.torch import load_file, save_file
 import fedweave
 from fedweave.backbone import gguf as conversion
 from fedweave.backbone.load import load_backbone
+from fedweave.backbone.quantised import kept_weights
 from fedweave.bundle.adapter import read_tensors
 from fedweave.config import BackboneConfig
 from fedweave.errors import UserError
@@ -175,8 +176,8 @@ def small_gguf(tmp_path_factory, original) -> bytes:  # noqa: F811
     return write_gguf(tmp_path_factory.mktemp("gguf") / "small.gguf", original).read_bytes()
 
 
-def load(path: Path):
-    return load_backbone(BackboneConfig(model=str(path), device="cpu", max_length=128))
+def load(path: Path, weights: str = "dense"):
+    return load_backbone(BackboneConfig(model=str(path), device="cpu", max_length=128, weights=weights))
 
 
 def announcing(count: int, kind: int = 4) -> bytes:
@@ -194,7 +195,8 @@ def test_a_small_file_that_announces_much_is_refused_at_once(tmp_path, content):
         load(path)
 
 
-def test_a_spoilt_gguf_is_refused_or_loads_finite(small_gguf, tmp_path, monkeypatch):
+@pytest.mark.parametrize("weights", ["dense", "stored"])
+def test_a_spoilt_gguf_is_refused_or_loads_finite(small_gguf, tmp_path, monkeypatch, weights):
     """Most of what is changed lies in the header: settings, tables and shapes."""
     monkeypatch.setattr(conversion, "CACHE", tmp_path / "cache")
     header = len(small_gguf) // 6
@@ -215,8 +217,9 @@ def test_a_spoilt_gguf_is_refused_or_loads_finite(small_gguf, tmp_path, monkeypa
         path.write_bytes(bytes(data))
         try:
             with little_memory():
-                backbone = load(path)
-            assert all(p.isfinite().all() for p in backbone.model.parameters()), "infinite weights"
+                backbone = load(path, weights)
+            kept = kept_weights(backbone.model, unpacked=True)
+            assert all(numbers.isfinite().all() for _, numbers in kept), "infinite weights"
         except UserError as error:
             assert "\n" not in str(error) and str(error).isprintable(), (number, str(error))
         except Exception as error:

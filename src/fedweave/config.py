@@ -52,6 +52,11 @@ class BackboneConfig:
     dtype: Literal["auto", "float32", "bfloat16"] = setting(
         "auto", "Weights of the backbone: auto is bfloat16 on CUDA and float32 on a CPU."
     )
+    weights: Literal["dense", "stored", "nf4", "nf4-double"] = setting(
+        "dense",
+        "How weights stay in memory: dense is backbone.dtype; stored leaves those of a .gguf file as they are (4 "
+        "to 8 bits); nf4 makes 4-bit ones of any model, nf4-double with smaller scales. Products unpack them.",
+    )
     prompt: Literal["auto", "plain", "chat"] = setting(
         "auto",
         "chat renders the tokenizer's chat template; plain is 'prompt, blank line, Response:'; "
@@ -69,7 +74,7 @@ class BackboneConfig:
     )
     end_of_answer: bool = setting(True, "Append the end token to every answer and train on it.")
     fused: bool = setting(
-        True, "Run Llama, Qwen2 and Mistral models through fused operations; false runs transformers' own layers."
+        True, "Run known architectures (docs/backbones.md) through fused operations; false: transformers' layers."
     )
     max_length: int = setting(
         512, "Longest sequence in tokens; a longer prompt loses its beginning.", low=16, high=1_000_000

@@ -151,7 +151,8 @@ def _convert(value: object, hint: object, key: str, limits: Limits) -> object:
     """Coerce one value to its declared type, or say in one sentence why not."""
     origin, args = typing.get_origin(hint), typing.get_args(hint)
     if origin is Literal:
-        value = "off" if value is False and "off" in args else value  # YAML reads a bare off as false
+        if isinstance(value, bool) and (spelled := "on" if value else "off") in args:
+            value = spelled  # YAML reads a bare on as true
         if value not in args:
             raise UserError(f"{key}={value!r} is not allowed: {nearest(str(value), [str(a) for a in args])}")
         return value

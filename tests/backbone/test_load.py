@@ -3,12 +3,17 @@
 import json
 import shutil
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
 
 from fedweave.backbone import catalog
-from fedweave.backbone.load import load_backbone, pick_device, pick_dtype, weights_hash
+from fedweave.backbone.announced import check_room
+from fedweave.backbone.load import load_backbone, pick_device, pick_dtype
+from fedweave.backbone.packing import pack
+from fedweave.backbone.weights import weights_hash
 from fedweave.config import BackboneConfig
 from fedweave.errors import UserError
 from tests.conftest import FAMILIES
@@ -258,3 +263,38 @@ def test_one_infinite_weight_is_refused_by_name(damaged, value):
     weights["model.embed_tokens.weight"][-1, 3] = value
     save_file(weights, damaged / "model.safetensors", metadata={"format": "pt"})
     assert "model.embed_tokens.weight holds numbers that are not finite" in complaint(damaged)
+
+
+def test_a_backbone_that_does_not_fit_one_card_is_refused_with_what_to_do(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (20 * 2**30, 24 * 2**30))
+    card = torch.device("cuda", 0)
+    check_room(20 * 2**30, card, "meta-llama/Llama-3.1-8B")
+    with pytest.raises(UserError, match=r"takes 28.0 GiB, and cuda:0 has 20.0 of its 24.0 GiB free.*on one card"):
+        check_room(28 * 2**30, card, "google/gemma-2-27b")
+    check_room(28 * 2**30, torch.device("cpu"), "google/gemma-2-27b")
+
+
+def test_positions_do_not_depend_on_the_longest_sequence_of_a_batch(tokenizer, tmp_path):
+    """Phi-3 rotates otherwise beyond its first length: up to there it is the library's model, and no further."""
+    factors = {"short_factor": [1.0, 1.1, 1.2], "long_factor": [4.0, 5.0, 6.0]}
+    rope = {"rope_type": "longrope", "rope_theta": 1e4, "partial_rotary_factor": 0.75, **factors}
+    config = FAMILIES["phi3"](len(tokenizer))
+    config.original_max_position_embeddings = 64
+    config.rope_parameters = {**rope, "original_max_position_embeddings": 64}
+    torch.manual_seed(0)
+    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
+    tokenizer.save_pretrained(tmp_path)
+    assert "set backbone.max_length=64 or less" in complaint(tmp_path)
+    backbone = load(tmp_path, max_length=64)
+    assert backbone.longest == 64 == backbone.longest_prompt(0)
+    rng = np.random.default_rng(0)
+    short, long = (rng.integers(4, 100, n).astype(np.int32) for n in (20, 90))
+    with torch.no_grad():
+        alone = backbone.hidden(pack([[short]], backbone.device))
+        beside = backbone.hidden(pack([[long, short]], backbone.device))[90:]
+        own = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32).eval()
+        expected = own.base_model(torch.from_numpy(short).long()[None]).last_hidden_state[0]
+    torch.testing.assert_close(alone, beside, atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(alone, expected, atol=2e-5, rtol=1e-4)
+    with pytest.raises(UserError, match="is more than the 64 tokens"):
+        backbone.check_answer(65)

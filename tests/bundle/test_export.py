@@ -3,6 +3,7 @@
 import copy
 import json
 import shutil
+from functools import partial
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from fedweave.backbone.prompts import PromptFormat
 from fedweave.bundle.adapter import check_adapter, probe
 from fedweave.bundle.card import vllm_command
+from fedweave.bundle.export import write_merged, write_soft
 from fedweave.bundle.load import load_bundle
 from fedweave.bundle.tokens import write_tokenizer
 from fedweave.cli import main
@@ -22,7 +24,7 @@ from fedweave.data.examples import Example
 from fedweave.errors import UserError
 from fedweave.federation.checkpoint import save_checkpoint
 from fedweave.runs.folder import RunFolder
-from fedweave.runs.use import export_merged, export_soft
+from fedweave.runs.use import export_as
 from tests.helpers import PROMPTS, read_json, write_jsonl
 
 
@@ -80,7 +82,7 @@ def test_a_tokenizer_without_a_faithful_template_ships_none(tokenizer, tmp_path)
 
 def test_the_code_of_the_cards_gives_the_models_answers(bundle, tmp_path, model_folder):
     """The card's own code, run: for a merged model and for an adapter."""
-    export_merged(bundle, tmp_path / "dense", 1)
+    export_as(partial(write_merged, expert=1), bundle, tmp_path / "dense")
     ours = load_bundle(bundle)
     expected = ours.generate(["Fix the grammar: Ada go to school."], adapter="expert_1", max_new_tokens=64)[0].text
     base = AutoModelForCausalLM.from_pretrained(model_folder("llama"), dtype=torch.float32)
@@ -103,7 +105,7 @@ def test_a_fixed_mixture_is_one_adapter_of_rank_m_times_r(trained, bundle, tmp_p
     ours = load_bundle(bundle)
     experts = ours.mixture.layout.experts
     weights = torch.linspace(1, 2, experts).softmax(0)
-    export_soft(trained, tmp_path / "soft", weights.tolist())
+    export_as(partial(write_soft, weights=weights.tolist()), trained, tmp_path / "soft")
     config = read_json(tmp_path / "soft" / "adapter_config.json")
     assert config["r"] == ours.mixture.layout.rank * experts
     base = AutoModelForCausalLM.from_pretrained(model_folder("llama"), dtype=torch.float32)
@@ -169,7 +171,7 @@ def test_an_export_that_is_not_finite_is_refused(trained, tmp_path):
             tensor[0] = float("nan")
     save_checkpoint(newest.path.parent, newest.path.name, newest.tensors, newest.meta)
     with pytest.raises(UserError, match="NaN"):
-        export_merged(broken, tmp_path / "dense", 0)
+        export_as(partial(write_merged, expert=0), broken, tmp_path / "dense")
 
 
 def test_adapters_carry_what_vllm_asks_for(bundle, model_folder):

@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from functools import partial
 
 import numpy as np
 import pytest
@@ -12,15 +13,17 @@ from tokenizers import Tokenizer, decoders, models, normalizers
 
 from fedweave.backbone.gguf import SPLITTERS, build_tokenizer, word_splitter
 from fedweave.backbone.load import load_backbone
+from fedweave.backbone.packing import pack
 from fedweave.backbone.prompts import PromptFormat
 from fedweave.bundle.adapter import probe
-from fedweave.bundle.gguf_model import QUANTISATIONS, reordered, rotary_factors
+from fedweave.bundle.gguf_model import QUANTISATIONS, reordered, rotary_factors, write_model
 from fedweave.bundle.gguf_tokens import write_tables
 from fedweave.bundle.load import load_bundle
+from fedweave.bundle.programs import write_gguf
 from fedweave.config import BackboneConfig
 from fedweave.errors import UserError
 from fedweave.inference.model import FedWeaveModel
-from fedweave.runs.use import export_gguf
+from fedweave.runs.use import export_as
 
 
 def arrays(path) -> dict[str, np.ndarray]:
@@ -41,7 +44,7 @@ def close(found: torch.Tensor, expected: torch.Tensor, limit: float) -> bool:
 @pytest.fixture(scope="module")
 def written(exported, tmp_path_factory):
     folder = tmp_path_factory.mktemp("gguf") / "F32"
-    export_gguf(exported, folder, "F32")
+    export_as(partial(write_gguf, quantisation="F32"), exported, folder)
     return folder
 
 
@@ -79,7 +82,7 @@ def test_an_expert_added_to_the_files_own_weights_is_the_expert(exported, writte
 
 @pytest.mark.parametrize(("kind", "limit"), [("Q8_0", 0.05), ("Q4_0", 0.4), ("BF16", 0.03)])
 def test_a_merged_model_is_the_expert_up_to_quantisation(exported, tmp_path, kind, limit):
-    export_gguf(exported, tmp_path / "out", kind, 1)
+    export_as(partial(write_gguf, quantisation=kind, expert=1), exported, tmp_path / "out")
     assert {p.name for p in (tmp_path / "out").iterdir()} == {
         f"expert_1-{kind}.gguf", "expert_1.Modelfile", "README.md"
     }  # fmt: skip
@@ -106,6 +109,27 @@ def test_llamas_queries_and_keys_change_their_order_and_nothing_else(backbone_of
         assert torch.equal(reordered(name, rows, config), rows)
     for family in ("qwen2", "gemma2", "gemma3"):
         assert torch.equal(reordered("x.q_proj.weight", rows, backbone_of(family).model.config), rows)
+
+
+@pytest.mark.parametrize("family", ["qwen2", "mistral"])
+def test_families_come_back(backbone_of, tmp_path, family):
+    backbone = backbone_of(family)
+    write_model(tmp_path / "model.gguf", backbone, "F32", "tiny")
+    found = load_backbone(BackboneConfig(model=str(tmp_path / "model.gguf"), device="cpu", max_length=128))
+    ids = np.arange(4, 12, dtype=np.int32)  # within a window
+    mine, theirs = (b.logits(b.hidden(pack([[ids]], b.device))) for b in (backbone, found))
+    assert close(theirs, mine, 0.02)  # it is kept in bfloat16
+    assert found.longest == (8 if family == "mistral" else 512)  # beyond its window llama.cpp would attend
+
+
+def test_norms_of_heads_go_with_the_file(backbone_of, tmp_path):
+    """transformers takes every Qwen3 file for one with heads of 128, so the file itself is read."""
+    write_model(tmp_path / "model.gguf", backbone_of("qwen3"), "F32", "tiny")
+    found, own = arrays(tmp_path / "model.gguf"), backbone_of("qwen3").model.state_dict()
+    for name, part in (("q_norm", "attn_q_norm"), ("k_norm", "attn_k_norm"), ("q_proj", "attn_q")):
+        expected = own[f"model.layers.1.self_attn.{name}.weight"].numpy()
+        np.testing.assert_array_equal(found[f"blk.1.{part}.weight"].reshape(expected.shape), expected)
+    assert len(found) == len(own) - backbone_of("qwen3").model.config.tie_word_embeddings
 
 
 def test_stretched_positions_go_with_the_file(backbone_of):

@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+from functools import partial
 
 import pytest
 import torch
@@ -12,10 +13,12 @@ from transformers import AutoModelForCausalLM
 
 from fedweave import load
 from fedweave.bundle.adapter import probe
+from fedweave.bundle.export import write_soft
 from fedweave.bundle.gguf_model import reordered
 from fedweave.bundle.load import load_bundle
+from fedweave.bundle.programs import write_gguf, write_mlx
 from fedweave.cli import main
-from fedweave.runs.use import export_gguf, export_mlx, export_run, export_soft
+from fedweave.runs.use import export_as, export_run
 from tests.bundle.test_export import one_hot, probe_of
 from tests.helpers import PROMPTS, SMALL
 
@@ -92,7 +95,7 @@ def test_merged_models_and_fixed_mixtures_have_the_shared_part(woven, exported, 
     ours.backbone.model = AutoModelForCausalLM.from_pretrained(tmp_path / "dense", dtype=torch.float32).eval()
     torch.testing.assert_close(probe(ours), expected, atol=1e-4, rtol=1e-4)
     weights = torch.linspace(1, 2, experts).softmax(0)
-    export_soft(woven, tmp_path / "soft", weights.tolist())
+    export_as(partial(write_soft, weights=weights.tolist()), woven, tmp_path / "soft")
     ours = load_bundle(exported)
     expected = probe(ours, weights)
     base = AutoModelForCausalLM.from_pretrained(model_folder("llama"), dtype=torch.float32)
@@ -103,8 +106,8 @@ def test_merged_models_and_fixed_mixtures_have_the_shared_part(woven, exported, 
 def test_files_for_other_programs_have_the_shared_part(exported, tmp_path):
     ours = load_bundle(exported)
     config, scale = ours.backbone.model.config, ours.mixture.scale
-    export_gguf(exported, tmp_path / "gguf", "F32")
-    export_mlx(exported, tmp_path / "mlx")
+    export_as(partial(write_gguf, quantisation="F32"), exported, tmp_path / "gguf")
+    export_as(write_mlx, exported, tmp_path / "mlx")
     assert ours.experts.adapter_names[-1] == "shared"
     for name in ours.experts.adapter_names:
         peft = load_file(exported / name / "adapter_model.safetensors")

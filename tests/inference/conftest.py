@@ -19,7 +19,7 @@ def make_model(backbone_of):
 
     def make(family: str = "llama") -> FedWeaveModel:
         backbone = backbone_of(family)
-        layers = backbone.linear_layers(TARGETS)
+        layers = backbone.linear_layers(("qkv_proj",) if family == "phi3" else TARGETS)
         layout = AdapterLayout.of(layers, 4, 3)
         mixtures.append(Mixture(layers, layout, 16))
         router = RouterLayout(backbone.width, 8, 3, "unit")

@@ -43,9 +43,10 @@ def reference(backbone, encoded, new_tokens, mixture, weights, gates):
 @pytest.mark.parametrize("routing", ["sparse", "soft"])
 def test_a_mixed_batch_equals_one_prompt_at_a_time(backbone_of, family, routing):
     backbone = backbone_of(family)
-    layout = AdapterLayout.of(backbone.linear_layers(TARGETS), 4, 3)
-    mixture = Mixture(backbone.linear_layers(TARGETS), layout, 16)
-    theta = random_theta(layout, 5, 0.4)
+    layers = backbone.linear_layers(("all-linear",))
+    layout = AdapterLayout.of(layers, 4, 3)
+    mixture = Mixture(layers, layout, 16)
+    theta = random_theta(layout, 5, 0.2)
     gates = sparsify(torch.rand(4, 3, generator=torch.Generator().manual_seed(1)).softmax(-1), routing)
     encoded = backbone.prompts.encode_prompts(PROMPTS)
     ours = generate(backbone, encoded, 24, mixture, theta, gates, batch_size=3)

@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 
 import fedweave.kernels
-from fedweave.kernels import entropy, experts, layer, products
+from fedweave.kernels import again, entropy, experts, layer, products, rotary
 from fedweave.kernels.attention import sequence_tiles, short_attention
 from fedweave.kernels.dropout import DropoutKeys, keep_mask
 from fedweave.kernels.experts import add_experts
@@ -28,7 +28,7 @@ def version(request, monkeypatch):
     if request.param == "triton" and not fedweave.kernels.fused(torch.zeros(1, device=DEVICE)):
         pytest.skip("needs a CUDA device (or TRITON_INTERPRET=1 and triton)")
     if request.param == "plain":
-        for module in (entropy, experts, layer, products):
+        for module in (entropy, experts, layer, products, rotary):
             monkeypatch.setattr(module, "fused", lambda x: False)
     return request.param
 
@@ -70,7 +70,7 @@ def test_a_norm_computed_again(version):
 
     def product(again: bool):
         s, h = layer.add_norm(x, delta, weight, 1e-5)
-        with layer.computed_again(h, s, weight, 1e-5) if again else nullcontext():
+        with layer.computed_again(h, lambda: layer.norm(s.detach(), weight, 1e-5)) if again else nullcontext():
             out = h.view(-1, 48) * other  # its gradient for ``other`` is h
         gone.append(weakref.ref(h.untyped_storage()))
         return s, out
@@ -80,22 +80,56 @@ def test_a_norm_computed_again(version):
     assert gone[2]() is None and gone[3]() is not None and len(mine) == len(theirs)
 
 
-def test_gated_unit(version):
+def test_a_part_that_runs_again(version):
+    """Its gradients, those of a leaf that is no input, and an output that the second run leaves out."""
+    x, other, weight = leaf(6, 40), leaf(6, 80, seed=1), leaf(24, 40, seed=2).detach()
+    runs = []
+
+    def part(x):
+        m = layer.gated_unit(torch.cat([x, x], 1) * other)
+        runs.append(torch.is_grad_enabled())
+        return again.unread_product(m, weight) if runs[-1] else m @ weight.T
+
+    def plainly(x):
+        return layer.gated_unit(torch.cat([x, x], 1) * other) @ weight.T
+
+    direction, grads = leaf(6, 24, seed=3).detach(), []
+    for run in (lambda: again.run_again(part, x), lambda: plainly(x)):
+        x.grad = other.grad = None
+        out = run()
+        (out * direction).sum().backward()
+        grads.append((out.detach(), x.grad, other.grad))
+    assert runs == [False, True]
+    assert all(torch.equal(a, b) for a, b in zip(*grads, strict=True))
+
+
+@pytest.mark.parametrize("gelu", [False, True])
+def test_gated_unit(version, gelu):
     both = leaf(5, 2 * 1100)
-    same(layer.gated_unit(both), F.silu(both[:, :1100]) * both[:, 1100:], [both])
+    gate, up = both[:, :1100], both[:, 1100:]
+    activated = F.gelu(gate, approximate="tanh") if gelu else F.silu(gate)
+    same(layer.gated_unit(both, gelu), activated * up, [both])
 
 
-def test_rotate(version):
-    qkv, angle = leaf(70, (4 + 2 * 2) * 16), torch.rand(70, 8, device=DEVICE) * 6
+@pytest.mark.parametrize("normed", [False, True])
+@pytest.mark.parametrize("turning", [16, 12, 4])
+def test_rotate(version, turning, normed):
+    """All of a head's columns, or the first of them; with and without norms of heads."""
+    qkv, angle = leaf(70, (4 + 2 * 2) * 16), torch.rand(70, turning // 2, device=DEVICE) * 6
     cos, sin = (torch.cat([f(angle)] * 2, 1) for f in (torch.cos, torch.sin))
+    weights = leaf(2, 16, seed=1).detach()
+
+    def normal(x, weight):
+        return weight * x * torch.rsqrt(x.square().mean(-1, keepdim=True) + 1e-5) if normed else x
 
     def turned(x):
-        a, b = x.chunk(2, -1)
-        c, s = cos[:, None, :8], sin[:, None, :8]
-        return torch.cat([a * c - b * s, b * c + a * s], -1)
+        a, b = x[..., :turning].chunk(2, -1)
+        c, s = cos[:, None, : turning // 2], sin[:, None, : turning // 2]
+        return torch.cat([a * c - b * s, b * c + a * s, x[..., turning:]], -1)
 
     q, k, v = qkv.view(70, 8, 16).split([4, 2, 2], 1)
-    same(layer.rotate(qkv, cos, sin, 4, 2), (turned(q), turned(k), v), [qkv])
+    expected = (turned(normal(q, weights[0])), turned(normal(k, weights[1])), v)
+    same(rotary.rotate(qkv, cos, sin, 4, 2, rotary.HeadNorms(weights, 1e-5) if normed else None), expected, [qkv])
 
 
 @pytest.mark.parametrize("softcap", [None, 5.0])

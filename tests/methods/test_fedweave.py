@@ -67,7 +67,7 @@ def test_how_many_march_together_is_decided_once(config, backbone, monkeypatch):
     """Later rounds find less memory free, since the first one's parameters stay there: that must change nothing."""
     asked, real = [], computes.lanes_that_fit
     monkeypatch.setattr(
-        computes, "lanes_that_fit", lambda b, lanes, n: asked.append(len(lanes)) or real(b, lanes, n)
+        computes, "lanes_that_fit", lambda b, l, lanes, t: asked.append(len(lanes)) or real(b, l, lanes, t)
     )
     own = dataclasses.replace(config, training=dataclasses.replace(config.training, rounds=3))
     state, _ = run(own, make_engine(own, backbone))

@@ -5,6 +5,8 @@ import asyncio
 import json
 import socket
 import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import httpx
@@ -83,24 +85,22 @@ def test_the_prompts_own_log_probabilities_come_through(gateway, upstream):
         assert [told["expert"] for told in ours.fedweave] == [told["expert"] for told in theirs.fedweave]
 
 
-@pytest.fixture(scope="module")
-def like_vllm(upstream):
-    """A server that describes itself as vLLM does and offers fields that ours has not; it notes what it is sent."""
-    sent: list[dict] = []
-    schema = {
-        "CompletionRequest": {"properties": dict.fromkeys(["logit_bias", "ignore_eos", "response_format", "n"])}
-    }
+@contextmanager
+def standing_before(
+    upstream: str, told: Callable[[str], object | None], change: Callable[[dict], dict]
+) -> Iterator[str]:
+    """The address of a server that says of itself what ``told`` says of a path and hands on to a real one what
+    ``change`` makes of a body."""
 
     class Handler(BaseHTTPRequestHandler):
         def do_GET(self):
-            described = json.dumps({"components": {"schemas": schema}}).encode()
-            self._say(described if self.path == "/openapi.json" else httpx.get(f"{upstream}{self.path}").content)
+            answer = told(self.path)
+            self._say(
+                httpx.get(f"{upstream}{self.path}").content if answer is None else json.dumps(answer).encode()
+            )
 
         def do_POST(self):
-            body = json.loads(self.rfile.read(int(self.headers["content-length"])))
-            sent.append(dict(body))
-            for name in ("logit_bias", "ignore_eos", "response_format"):
-                body.pop(name, None)
+            body = change(json.loads(self.rfile.read(int(self.headers["content-length"]))))
             self._say(httpx.post(f"{upstream}{self.path}", json=body, timeout=300).content)
 
         def _say(self, content: bytes) -> None:
@@ -113,8 +113,23 @@ def like_vllm(upstream):
 
     server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
     threading.Thread(target=server.serve_forever, daemon=True).start()
-    yield f"http://127.0.0.1:{server.server_port}", sent
+    yield f"http://127.0.0.1:{server.server_port}"
     server.shutdown()
+
+
+@pytest.fixture(scope="module")
+def like_vllm(upstream):
+    """A server that describes itself as vLLM does and offers fields that ours has not; it notes what it is sent."""
+    sent: list[dict] = []
+    more = ("logit_bias", "ignore_eos", "response_format")
+    described = {"components": {"schemas": {"CompletionRequest": {"properties": dict.fromkeys([*more, "n"])}}}}
+
+    def noted(body: dict) -> dict:
+        sent.append(body)
+        return {name: value for name, value in body.items() if name not in more}
+
+    with standing_before(upstream, lambda path: described if path == "/openapi.json" else None, noted) as url:
+        yield url, sent
 
 
 def test_what_the_upstream_offers_is_handed_on_and_nothing_else(model, like_vllm):
@@ -239,27 +254,12 @@ def like_sglang(upstream):
     """A server that takes an adapter from lora_path alone and answers every model's name with the bare backbone; a
     real one stands behind it."""
 
-    class Handler(BaseHTTPRequestHandler):
-        def do_GET(self):
-            self._say(json.dumps({"data": [{"id": "the-backbone"}]}).encode())
+    def by_path(body: dict) -> dict:
+        adapter = body.pop("lora_path", "base")
+        return {**body, "model": adapter}
 
-        def do_POST(self):
-            body = json.loads(self.rfile.read(int(self.headers["content-length"])))
-            body["model"] = body.pop("lora_path", "base")
-            self._say(httpx.post(f"{upstream}{self.path}", json=body, timeout=300).content)
-
-        def _say(self, content: bytes) -> None:
-            self.send_response(200)
-            self.end_headers()
-            self.wfile.write(content)
-
-        def log_message(self, *_):
-            pass
-
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    threading.Thread(target=server.serve_forever, daemon=True).start()
-    yield f"http://127.0.0.1:{server.server_port}"
-    server.shutdown()
+    with standing_before(upstream, lambda path: {"data": [{"id": "the-backbone"}]}, by_path) as url:
+        yield url
 
 
 def test_sglang_is_told_the_expert_in_its_own_field(model, twin, like_sglang):

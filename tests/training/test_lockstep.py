@@ -8,19 +8,19 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from fedweave.errors import UserError
 from fedweave.experts.layout import AdapterLayout
 from fedweave.router.mlp import RouterLayout
 from fedweave.training.batch import Capacity, build_batch
 from fedweave.training.graphs import levels
 from fedweave.training.lockstep import LaneGroup, clip_lanes
-from fedweave.training.memory import lanes_that_fit
 from tests.helpers import TARGETS, make_lanes, make_trainer
 
 pytestmark = pytest.mark.usefixtures("smooth_optimiser")
 
 
-def setup(backbone, experts=3, routed=True):
-    layout = AdapterLayout.of(backbone.linear_layers(TARGETS), 4, experts)
+def setup(backbone, experts=3, routed=True, targets=TARGETS):
+    layout = AdapterLayout.of(backbone.linear_layers(targets), 4, experts)
     return layout, RouterLayout(backbone.width, 16, experts) if routed else None
 
 
@@ -75,6 +75,17 @@ def test_a_client_does_not_feel_its_neighbours(backbone):
     assert (calm[1].delta_theta - wild[1].delta_theta).abs().max() > 1e-3
 
 
+def test_numbers_that_are_none_stay_with_their_lane(backbone):
+    layout, router = setup(backbone)
+    lanes = make_lanes(backbone, layout, router, clients=3)
+    lanes[1].theta = torch.full_like(lanes[1].theta, math.nan)
+    trainer, mixture = make_trainer(backbone, layout, router, 0.0)
+    results = list(trainer.train(lanes, 3))
+    mixture.detach()
+    assert [bool(np.isfinite(result.losses).all()) for result in results] == [True, False, True]
+    assert [bool(result.delta_theta.isfinite().all()) for result in results] == [True, False, True]
+
+
 @pytest.mark.parametrize("weight_decay", [0.0, 0.1])
 def test_what_is_frozen_never_moves(backbone, weight_decay):
     layout, router = setup(backbone)
@@ -98,21 +109,30 @@ def test_clipping_is_per_lane_and_joint_over_experts_and_router():
     assert experts[1, 0].item() == pytest.approx(0.03) and router[1, 0].item() == pytest.approx(0.04)
 
 
-@pytest.mark.parametrize("weight_decay", [0.0, 0.1])
-def test_one_expert_training_equals_a_peft_loop(backbone, weight_decay):
+@pytest.mark.parametrize(
+    ("family", "targets", "weight_decay"),
+    [
+        ("llama", TARGETS, 0.0),
+        ("llama", TARGETS, 0.1),
+        *((family, ("all-linear",), 0.0) for family in ("llama", "qwen3", "phi3", "gemma2")),
+    ],
+)
+def test_one_expert_training_equals_a_peft_loop(backbone_of, family, targets, weight_decay):
     """Four steps of LoRA with AdamW and clipping, written the ordinary way with PEFT and padded batches."""
     from peft import LoraConfig, get_peft_model
 
-    layout, _ = setup(backbone, experts=1, routed=False)
+    backbone = backbone_of(family)
+    layout, _ = setup(backbone, experts=1, routed=False, targets=targets)
     lane = make_lanes(backbone, layout, None, clients=1)[0]
-    trainer, mixture = make_trainer(backbone, layout, None, clip=0.5, weight_decay=weight_decay)
+    trainer, mixture = make_trainer(backbone, layout, None, targets=targets, clip=0.5, weight_decay=weight_decay)
     result = next(trainer.train([lane], 1))
     mixture.detach()
 
+    theirs = "all-linear" if targets == ("all-linear",) else list(targets)
     with backbone.decoding():
         peft = get_peft_model(
             copy.deepcopy(backbone.model),
-            LoraConfig(r=4, lora_alpha=16, target_modules=list(TARGETS), lora_dropout=0.0, task_type="CAUSAL_LM"),
+            LoraConfig(r=4, lora_alpha=16, target_modules=theirs, lora_dropout=0.0, task_type="CAUSAL_LM"),
         )
     parameters = dict(peft.named_parameters())
     for name, tensor in layout.named(lane.theta, 0).items():
@@ -212,10 +232,27 @@ def test_running_out_of_memory_halves_the_group_says_so_and_remembers(backbone, 
         assert torch.equal(mine.delta_theta, theirs.delta_theta)
 
 
-def test_lanes_that_fit_grow_with_shorter_sequences(backbone):
+def test_a_lane_that_does_not_fit_alone_runs_its_layers_again(backbone, monkeypatch):
     layout, router = setup(backbone)
-    lanes = make_lanes(backbone, layout, router, clients=3)
-    assert lanes_that_fit(backbone, lanes, 7).lanes == 7
-    roomy = lanes_that_fit(backbone, lanes, "auto")
-    mean = np.mean([len(e.ids) for lane in lanes for e in lane.data.examples])
-    assert roomy.lanes == int(4096 / (mean * 4)) and "4096 tokens" in roomy.why
+    lanes = make_lanes(backbone, layout, router, clients=2)
+    trainer, mixture = make_trainer(backbone, layout, router)
+    expected = list(trainer.train(lanes, 1))
+    real, said = trainer._train_group, []
+
+    def tight(group, on_step):
+        if len(group) > 1 or not trainer.checkpointing:
+            raise torch.OutOfMemoryError("no room")
+        return real(group, on_step)
+
+    monkeypatch.setattr(trainer, "_train_group", tight)
+    trainer.warn = said.append
+    results = list(trainer.train(lanes, 2))
+    assert ["1 at a time" in said[0], "layers run twice" in said[1], len(said)] == [True, True, 2]
+    for mine, theirs in zip(results, expected, strict=True):
+        assert torch.equal(mine.delta_theta, theirs.delta_theta)
+    monkeypatch.setattr(
+        trainer, "_train_group", lambda group, on_step: (_ for _ in ()).throw(torch.OutOfMemoryError)
+    )
+    with pytest.raises(UserError, match="set a smaller training"):
+        list(trainer.train(lanes, 1))
+    mixture.detach()

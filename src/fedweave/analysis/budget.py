@@ -5,6 +5,7 @@ What a method trains and sends is its own ``payload``; here it meets a model's s
 
 from dataclasses import asdict, dataclass
 
+from fedweave.analysis.cards import Memory, predict_memory
 from fedweave.analysis.shapes import ModelShape
 from fedweave.config import Config
 from fedweave.discovery.signatures import Signatures
@@ -43,6 +44,7 @@ class Budget:
     rounds: int
     methods: dict[str, Payload]
     discovery: Discovery
+    memory: Memory  # of the config's method
 
     def round_bytes(self, method: str) -> tuple[int, int]:
         """(sent, received) by one client in one round, at most."""
@@ -63,8 +65,10 @@ def predict(
     buckets: float = 4,
     precision: str | None = None,
     served: int | None = None,
+    tokens: float = 115,
 ) -> Budget:
-    """The budget of ``config`` on a model of this shape, if discovery finds so many experts and buckets."""
+    """The budget of ``config`` on a model of this shape, if discovery finds so many experts and buckets. Memory
+    depends on an example's ``tokens``, 115 on average in the paper's tasks."""
     precision = precision or config.federation.update_dtype
     if precision not in PRECISIONS:
         raise UserError(f"precision={precision!r} is not known: {nearest(precision, PRECISIONS)}")
@@ -79,12 +83,15 @@ def predict(
     training, warm_start = config.training, config.router.warm_start
     steps = training.rounds * training.local_steps
     warmup = buckets * config.discovery.warmup_steps
+    methods = {name: method_class(name).payload(sizes) for name in METHODS}
+    own = methods[config.method]
+    carried = stacked if own.experts > 1 else single
     return Budget(
         model=shape.name,
         parameters=shape.parameters,
         precision=precision,
         rounds=training.rounds,
-        methods={name: method_class(name).payload(sizes) for name in METHODS},
+        methods=methods,
         discovery=Discovery(
             buckets=buckets,
             signature_numbers=sum(signer.widths),
@@ -96,40 +103,5 @@ def predict(
             warmup_ratio=warmup / steps if steps else float("inf"),
             warm_start_bytes=warm_start.rounds * router.size * _FULL if warm_start.enabled else 0,
         ),
+        memory=predict_memory(shape, carried, own.down, config, tokens),
     )
-
-
-# Measured, not derived (docs/budget.md): Python with torch and transformers; what the C library's allocator keeps
-# in holes between tensors; the longest step beside the mean one; answers' share of the tokens.
-_PROCESS = 490 * 2**20
-_HOLES = 1.5
-_LONGEST = 1.08
-_ANSWERS = 1 / 3
-_MOST_LOGITS = 1 << 28  # numbers at once, as kernels/entropy.py
-
-
-def training_memory(
-    shape: ModelShape, trained: int, lanes: int, tokens: float, element_size: int, cpu: bool = False
-) -> dict[str, float]:
-    """Bytes at the peak of training ``lanes`` clients together: tensors on a GPU, the whole process on a CPU.
-
-    A trained number has a float32 master, start, gradient and two moments, and in half precision a copy of it and
-    of its gradient; ``trained`` is what one client trains, ``tokens`` a mean step of all lanes. A CPU holds
-    logits and their gradient at once, a GPU writes one over the other.
-    """
-    per_number = 20 + (2 * element_size if element_size < 4 else 0)
-    tokens *= _LONGEST
-    logits = min(_MOST_LOGITS, _ANSWERS * tokens * shape.config.vocab_size) * element_size
-    parts = {
-        "process": float(_PROCESS) if cpu else 0.0,
-        "backbone": float((shape.parameters + (shape.joined if cpu else 0)) * element_size),
-        "clients": float(lanes * trained * per_number),
-        "activations": tokens * shape.activation_numbers() * element_size * (_HOLES if cpu else 1.0),
-        "logits": 2 * logits if cpu else logits,
-    }
-    return {**parts, "total": sum(parts.values())}
-
-
-def loading_memory(shape: ModelShape, element_size: int) -> float:
-    """Bytes of a CPU's process while its products are joined: all weights as read and as they will be."""
-    return _PROCESS + float((2 * shape.parameters + shape.joined) * element_size)

@@ -13,8 +13,8 @@ from fedweave.federation.compute import Compute
 from fedweave.router.mlp import RouterLayout
 from fedweave.streams import stream_key
 from fedweave.training.batch import ClientData, Lane, build_batch
+from fedweave.training.fit import lanes_that_fit
 from fedweave.training.lockstep import LockstepTrainer, Trainable
-from fedweave.training.memory import lanes_that_fit
 from fedweave.training.schedule import bucket_batches
 
 
@@ -37,10 +37,11 @@ class GradientMeter:
         )
 
     def __call__(self, lanes: Sequence[Lane], on_lane: Callable[[int], None] = lambda lanes: None) -> Gradients:
-        size = lanes_that_fit(self.compute.backbone, lanes, self.compute.config.training.clients_per_step).lanes
+        fit = lanes_that_fit(self.compute.backbone, self.layout, lanes, self.compute.config.training)
+        self.trainer.checkpointing = fit.checkpointing
         parts = []
-        for start in range(0, len(lanes), size):
-            group = lanes[start : start + size]
+        for start in range(0, len(lanes), fit.lanes):
+            group = lanes[start : start + fit.lanes]
             parts.append(self._measure(group))
             on_lane(len(group))
         losses, theta, phi = zip(*parts, strict=True)

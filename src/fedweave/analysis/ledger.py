@@ -1,6 +1,7 @@
 """Costs as text: the tables of ``fedweave budget``."""
 
 from fedweave.analysis.budget import Budget, Discovery
+from fedweave.analysis.cards import Card, Memory
 from fedweave.analysis.spent import Spent
 from fedweave.console import table
 
@@ -52,6 +53,24 @@ def discovery_lines(once: Discovery) -> str:
     if once.warm_start_bytes:
         lines.append(f"  warm start   {size(once.warm_start_bytes)} of router states")
     return "\n".join(lines)
+
+
+def memory_tables(memory: Memory) -> str:
+    """Peak memory of a GPU by part, and how many clients at a time go into usual cards."""
+    title = f"GPU memory, {memory.clients} clients × {memory.examples} examples of {memory.tokens:g} tokens"
+    parts = [[name, size(memory.kept[name]), size(memory.again[name])] for name in memory.kept]
+    parts.append(["at the peak", size(sum(memory.kept.values())), size(sum(memory.again.values()))])
+
+    def cell(card: Card, way: str) -> str:
+        count = getattr(card, way)
+        shown = "–" if not count else "all" if count == memory.clients else str(count)
+        return f"{shown} ←" if card.chosen == way else shown
+
+    ways = {"kept": "all kept", "again": "layers run twice"}
+    header = ["clients at a time in", *(f"{card.gib} GiB" for card in memory.cards)]
+    rows = [[title, *(cell(card, way) for card in memory.cards)] for way, title in ways.items()]
+    fits = table(header, rows)
+    return f"{table([title, *ways.values()], parts)}\n\n{fits}\n  ← what clients_per_step and checkpointing choose"
 
 
 def spent_rows(spent: list[Spent]) -> list[list[str]]:

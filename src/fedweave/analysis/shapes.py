@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING
 
 from fedweave.backbone.announced import in_gguf, skeleton
 from fedweave.backbone.decoder import FAMILIES
-from fedweave.backbone.load import linear_layers
+from fedweave.backbone.targets import linear_layers
 from fedweave.errors import UserError, first_line
 from fedweave.experts.layout import AdapterLayout
-from fedweave.training.memory import activation_numbers, joined_numbers
+from fedweave.training.memory import StepMemory
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel
@@ -52,14 +52,10 @@ class ModelShape:
     def layout(self, targets: tuple[str, ...], rank: int, experts: int, shared: int = 0) -> AdapterLayout:
         return AdapterLayout.of(linear_layers(self.model, targets, self.name), rank, experts, shared)
 
-    @property
-    def joined(self) -> int:
-        """Weights that are there twice where products are joined."""
-        return joined_numbers(self.config) if self.config.model_type in FAMILIES else 0
-
-    def activation_numbers(self) -> int:
-        """Numbers kept for backward per token."""
-        return activation_numbers(self.config, self.config.model_type in FAMILIES)
+    def memory(self, layout: AdapterLayout, element_size: int) -> StepMemory:
+        """The count of a step's memory with experts of this layout."""
+        fused = self.config.model_type in FAMILIES
+        return StepMemory(self.config, fused, element_size, layout.names, layout.rows)
 
 
 def model_shape(name: str, revision: str | None = None) -> ModelShape:

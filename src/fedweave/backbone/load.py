@@ -15,14 +15,22 @@ import numpy as np
 import torch
 
 from fedweave.backbone import packing
-from fedweave.backbone.announced import check_announced, check_finite, in_folder
-from fedweave.backbone.catalog import locate
+from fedweave.backbone.announced import check_announced, in_folder, in_gguf
+from fedweave.backbone.catalog import Located, locate
 from fedweave.backbone.decoder import Decoder
+from fedweave.backbone.library import LibraryLayers
 from fedweave.backbone.packing import Packed
+from fedweave.backbone.positions import steady_positions
 from fedweave.backbone.prompts import PromptFormat
+from fedweave.backbone.quantised import QuantisedLinear, numbers_of
+from fedweave.backbone.targets import linear_layers
+from fedweave.backbone.weights import load_model, weights_hash
 from fedweave.config import BackboneConfig
 from fedweave.errors import UserError, first_line
+from fedweave.kernels.frozen import Weight, times
 from fedweave.settings import environment_number
+
+NOTES = {"nf4": "its linear layers in 4 bits (NF4)", "nf4-double": "its linear layers in 4 bits (NF4, double)"}
 
 if TYPE_CHECKING:
     from transformers import Cache, PreTrainedModel, PreTrainedTokenizerFast
@@ -45,18 +53,27 @@ class Backbone:
         self.model.requires_grad_(False)
         self.model.eval()
         self.width = self.model.config.get_text_config().hidden_size
-        self.head = self.model.get_output_embeddings().weight  # [V, d]
+        output = self.model.get_output_embeddings()
+        self.head: Weight = output.resident if isinstance(output, QuantisedLinear) else output.weight  # [V, d]
         self.softcap = getattr(self.model.config, "final_logit_softcapping", None)
         # SDPA ignores Gemma-2's attention soft-cap, so that family decodes with the written-out kernel.
         capped = getattr(self.model.config, "attn_logit_softcapping", None) is not None
         self._decode_attention = "eager" if capped else "sdpa"
         self.model.set_attn_implementation(packing.ATTENTION)
         self.decoder = Decoder(self.model) if self.fused and Decoder.fits(self.model) else None
+        self._library = LibraryLayers(self.model)
+        # tokens that the model was made for, where it says so
+        self.longest = steady_positions(self.model, self.prompts.max_length, self.name)
         self._check_logits()
 
     @property
     def dtype(self) -> torch.dtype:
         return self.head.dtype
+
+    @cached_property
+    def parameters(self) -> int:
+        """How many weights there are."""
+        return numbers_of(self.model)
 
     @cached_property
     def weights_hash(self) -> str:
@@ -91,20 +108,22 @@ class Backbone:
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """Hidden states [n, d] to logits [n, V], with the soft-cap of the families that have one."""
-        logits = hidden @ self.head.T
+        logits = times(hidden, self.head)
         return self.softcap * torch.tanh(logits / self.softcap) if self.softcap else logits
 
-    def hidden(self, packed: Packed, cache: Cache | None = None) -> torch.Tensor:
-        """Last hidden states after the final norm, [T, d]; a cache keeps every layer's keys and values."""
+    def hidden(self, packed: Packed, cache: Cache | None = None, again: bool = False) -> torch.Tensor:
+        """Last hidden states after the final norm, [T, d]; a cache keeps every layer's keys and values. ``again``:
+        a layer keeps its input alone for the backward pass, and runs a second time there."""
         if self.decoder is not None and cache is None:
-            return self.decoder.hidden(packed)
-        out = self.model.base_model(
-            input_ids=packed.ids,
-            position_ids=packed.positions,
-            past_key_values=cache,
-            use_cache=cache is not None,
-            packed=packed,
-        )
+            return self.decoder.hidden(packed, again)
+        with self._library.running(again):
+            out = self.model.base_model(
+                input_ids=packed.ids,
+                position_ids=packed.positions,
+                past_key_values=cache,
+                use_cache=cache is not None,
+                packed=packed,
+            )
         return out.last_hidden_state[0]
 
     def next_hidden(self, ids: torch.Tensor, positions: torch.Tensor, cache: Cache) -> torch.Tensor:
@@ -126,11 +145,6 @@ class Backbone:
             yield self.model
         finally:
             self.model.set_attn_implementation(packing.ATTENTION)
-
-    @property
-    def longest(self) -> int | None:
-        """Tokens that the model was made for, where it says so."""
-        return getattr(self.model.config.get_text_config(), "max_position_embeddings", None)
 
     def longest_prompt(self, max_new_tokens: int) -> int:
         """Tokens of a prompt that leave room for an answer: as many as in training at least."""
@@ -160,53 +174,28 @@ class Backbone:
         if not (close > 0.99 and abs(scale - 1) < 0.02):
             raise UserError(
                 f"{self.name} computes its logits in a way that FedWeave does not know "
-                f"({self.model.config.model_type}); Llama, Qwen2, Gemma-2 and Gemma-3 are tested."
+                f"({self.model.config.model_type}); Llama, Qwen, Gemma, Mistral, Phi-3 and SmolLM are tested."
             )
 
 
-def linear_layers(model: PreTrainedModel, targets: Sequence[str], title: str) -> dict[str, torch.nn.Linear]:
-    """The linear layers of ``model`` whose names end as ``experts.target_modules`` says, in model order."""
-    found = {
-        name: module
-        for name, module in model.named_modules()
-        if any(name == t or name.endswith(f".{t}") for t in targets)
-    }
-    missing = [t for t in targets if not any(n == t or n.endswith(f".{t}") for n in found)]
-    if missing:
-        linear = {n.split(".")[-1] for n, m in model.named_modules() if isinstance(m, torch.nn.Linear)}
-        raise UserError(
-            f"experts.target_modules: {missing[0]!r} matches no layer of {title}; its linear layers "
-            f"are {', '.join(sorted(linear))}."
-        )
-    for name, module in found.items():
-        if module is model.get_output_embeddings():
-            raise UserError(f"experts.target_modules: {name!r} is the output layer, which carries no experts.")
-        if not isinstance(module, torch.nn.Linear):
-            raise UserError(f"experts.target_modules: {name} is a {type(module).__name__}, not a linear layer.")
-    return found
+def _located(config: BackboneConfig) -> Located:
+    return locate(config.model, config.revision, config.weights == "stored")
 
 
 def load_backbone(config: BackboneConfig) -> Backbone:
-    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers import AutoConfig
     from transformers.utils import logging as hf_logging
 
     device = pick_device(config.device)
     dtype = pick_dtype(config.dtype, device)
-    located = locate(config.model, config.revision)
+    located = _located(config)
     hf_logging.disable_progress_bar()
     tokenizer = load_tokenizer(located.path, config.model)
     try:
         announced = AutoConfig.from_pretrained(located.path, trust_remote_code=False)
-        check_announced(announced, in_folder(Path(located.path)), f"backbone.model={config.model}")
-        model, info = AutoModelForCausalLM.from_pretrained(
-            located.path, dtype=dtype, output_loading_info=True, trust_remote_code=False, use_safetensors=True
-        )
-        if info["missing_keys"]:
-            raise ValueError(f"the files lack {sorted(info['missing_keys'])[0]}")
-        if info["mismatched_keys"]:
-            raise ValueError(f"{min(map(str, info['mismatched_keys']))} has another shape than the config says")
-        model = model.to(device)
-        check_finite(model)
+        found = in_folder(Path(located.path)) if located.gguf is None else in_gguf(located.gguf)
+        check_announced(announced, found, f"backbone.model={config.model}")
+        model = load_model(config, located, announced, dtype, device)
     except UserError:
         raise
     except Exception as error:  # damaged files fail in as many ways as there are lines in a library
@@ -222,7 +211,7 @@ def load_backbone(config: BackboneConfig) -> Backbone:
         tokenizer=tokenizer,
         prompts=PromptFormat(tokenizer, config),
         name=config.model,
-        note=located.note,
+        note="; ".join(filter(None, [located.note, NOTES.get(config.weights, "")])),
         device=device,
         fused=config.fused,
     )
@@ -230,7 +219,7 @@ def load_backbone(config: BackboneConfig) -> Backbone:
 
 def load_prompts(config: BackboneConfig) -> PromptFormat:
     """How the model that ``config`` names reads text, without its weights."""
-    return PromptFormat(load_tokenizer(locate(config.model, config.revision).path, config.model), config)
+    return PromptFormat(load_tokenizer(_located(config).path, config.model), config)
 
 
 def load_tokenizer(path: str, name: str) -> PreTrainedTokenizerFast:
@@ -280,23 +269,3 @@ def pick_dtype(name: str, device: torch.device) -> torch.dtype:
             "use float32 or auto."
         )
     return getattr(torch, name)
-
-
-@torch.no_grad()
-def weights_hash(model: torch.nn.Module, portable: bool = False) -> str:
-    """A hash over every bit of every parameter and buffer, fast enough to take before and after a run; ``portable``
-    takes them rounded to bfloat16, whatever they are loaded in."""
-    digest = hashlib.sha256()
-    for name, tensor in sorted(model.state_dict(keep_vars=True).items()):
-        values = tensor.detach().contiguous().reshape(-1)
-        if portable and values.is_floating_point():
-            values = values.to(torch.bfloat16)
-        bits = values.view(torch.int16 if values.element_size() == 2 else torch.int32)
-        total = mixed = 0
-        for start in range(0, len(bits), 1 << 24):
-            chunk = bits[start : start + (1 << 24)].long()
-            weights = torch.arange(start + 1, start + 1 + len(chunk), device=chunk.device) % 65521
-            total += int(chunk.sum())
-            mixed += int((chunk * weights).sum())
-        digest.update(f"{name} {tuple(tensor.shape)} {values.dtype} {total} {mixed}\n".encode())
-    return digest.hexdigest()

@@ -23,6 +23,8 @@ from typing import cast
 import torch
 from safetensors.torch import save_file
 
+from fedweave.backbone.quantised import unpack
+from fedweave.backbone.targets import spelled_out
 from fedweave.bundle.adapter import check_adapter, compare, probe, write_adapter
 from fedweave.bundle.card import Origin, how_a_prompt_looks, merged_card, model_card, soft_card
 from fedweave.bundle.tokens import write_tokenizer
@@ -96,6 +98,7 @@ def merge(model: FedWeaveModel, expert: int) -> None:
     if not 0 <= expert < layout.experts:
         raise UserError(f"there is no expert {expert}; the model has experts 0 to {layout.experts - 1}.")
     expected = probe(model, model.experts.only(f"expert_{expert}")[1])
+    unpack(model.backbone.model)
     with torch.no_grad():
         named = layout.named(model.theta, expert)
         for name in layout.names:
@@ -138,7 +141,7 @@ def describe(model: FedWeaveModel, origin: Origin) -> Description:
         "rank": layout.rank,
         "shared": layout.shared,
         "alpha": config.experts.alpha,
-        "target_modules": list(config.experts.target_modules),
+        "target_modules": spelled_out(config.experts.target_modules, layout.names),
         "router": cast(RouterShape, asdict(model.experts.router)) if model.experts.router else None,
         "shares": model.experts.shares,
         "feature": "mean over prompt tokens of the bare backbone's last hidden states, after the final norm",

@@ -1,10 +1,7 @@
 """Weights as llama.cpp keeps them: an adapter, or a whole model, as one GGUF file.
 
-Llama-type models rotate the two halves of a query in transformers and its neighbouring pairs in llama.cpp, so the
-rows of q and k stand in another order there. An adapter's B has the rows of the layer that it is added to and
-changes with them. Gemma's norms multiply by 1 + w in transformers and by w in llama.cpp.
-
-Every file is read back and compared with what was to be written.
+An adapter's B has the rows of the layer that it is added to and changes their order with them
+(``backbone/gguf_names.py``). Every file is read back and compared with what was to be written.
 """
 
 from __future__ import annotations
@@ -17,7 +14,9 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
+from fedweave.backbone.gguf_names import ARCHITECTURES, added_to_norms, name_of, names_of, reordered
 from fedweave.backbone.load import Backbone
+from fedweave.backbone.quantised import kept_weights
 from fedweave.bundle.adapter import rank_and_alpha
 from fedweave.bundle.card import base_model
 from fedweave.bundle.gguf_tokens import write_tables
@@ -28,14 +27,6 @@ if TYPE_CHECKING:
     from gguf import GGUFWriter, TensorNameMap
     from transformers import PretrainedConfig, PreTrainedModel
 
-# transformers' name of a family, and llama.cpp's
-ARCHITECTURES = {
-    "llama": "llama",
-    "mistral": "llama",
-    "qwen2": "qwen2",
-    "gemma2": "gemma2",
-    "gemma3_text": "gemma3",
-}
 # What the gguf package can write, and how far off a tensor may be, root mean square by root mean square: half a
 # step at most, where one number of a block of 32 is as large as all others together.
 QUANTISATIONS = {
@@ -50,7 +41,7 @@ def write_lora(
 ) -> None:
     """An adapter in PEFT's names and shapes as a GGUF LoRA file."""
     config = _config(backbone.model)
-    names = _names(config)
+    names = names_of(config)
 
     def arrays() -> Arrays:
         for key, tensor in tensors.items():
@@ -71,18 +62,16 @@ def write_lora(
 def write_model(path: Path, backbone: Backbone, quantisation: str, name: str) -> None:
     """A whole model, with its tokenizer and the template of training."""
     model, config = backbone.model, _config(backbone.model)
-    names, factors = _names(config), rotary_factors(model)
+    names, factors = names_of(config), rotary_factors(model)
     tied = config.tie_word_embeddings
 
     def arrays() -> Arrays:
         if factors is not None:
             yield "rope_freqs.weight", "F32", factors
-        for key, tensor in model.state_dict().items():
+        for key, tensor in kept_weights(model, unpacked=True):
             if key == "lm_head.weight" and tied:
                 continue
-            array = _array(reordered(key, tensor, config))
-            if config.model_type.startswith("gemma") and key.endswith("norm.weight"):
-                array = array + 1
+            array = _array(reordered(key, tensor, config)) + added_to_norms(key, config)
             yield _named(names, key), _kept_as(key, array, quantisation), array
 
     def describe(writer: GGUFWriter) -> None:
@@ -96,16 +85,6 @@ def write_model(path: Path, backbone: Backbone, quantisation: str, name: str) ->
         write_tables(writer, backbone.prompts, len(backbone.head))
 
     _write(path, config, describe, arrays)
-
-
-def reordered(key: str, tensor: torch.Tensor, config: PretrainedConfig) -> torch.Tensor:
-    """Rows of q and k, [heads · D, …], as llama.cpp rotates them: of each head the first of its first half, the
-    first of its second half, the second of its first half …"""
-    heads = {"q_proj": config.num_attention_heads, "k_proj": config.num_key_value_heads}
-    count = heads.get(key.split(".")[-2])
-    if ARCHITECTURES[config.model_type] != "llama" or count is None:
-        return tensor
-    return tensor.unflatten(0, (count, 2, -1)).transpose(1, 2).flatten(0, 2)
 
 
 def rotary_factors(model: PreTrainedModel) -> np.ndarray | None:
@@ -127,7 +106,7 @@ def _shape(writer: GGUFWriter, config: PretrainedConfig) -> None:
     width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     parameters = config.rope_parameters
     writer.add_vocab_size(config.vocab_size)
-    writer.add_context_length(config.max_position_embeddings)
+    writer.add_context_length(_context(config))
     writer.add_embedding_length(config.hidden_size)
     writer.add_block_count(config.num_hidden_layers)
     writer.add_feed_forward_length(config.intermediate_size)
@@ -151,6 +130,13 @@ def _shape(writer: GGUFWriter, config: PretrainedConfig) -> None:
         writer.add_final_logit_softcapping(config.final_logit_softcapping)
     if config.attn_logit_softcapping:
         writer.add_attn_logit_softcapping(config.attn_logit_softcapping)
+
+
+def _context(config: PretrainedConfig) -> int:
+    """Tokens that a file is good for: llama.cpp knows windows of Gemma alone, and up to a window's length there is
+    none."""
+    window = None if config.model_type.startswith("gemma") else getattr(config, "sliding_window", None)
+    return min(config.max_position_embeddings, window or config.max_position_embeddings)
 
 
 # -------------------------------------------------------------------------------------- files
@@ -201,19 +187,10 @@ def _config(model: PreTrainedModel) -> PretrainedConfig:
     return config
 
 
-def _names(config: PretrainedConfig) -> TensorNameMap:
-    from gguf import MODEL_ARCH_NAMES, get_tensor_name_map
-
-    architecture = ARCHITECTURES[config.model_type]
-    known = next(arch for arch, name in MODEL_ARCH_NAMES.items() if name == architecture)
-    return get_tensor_name_map(known, config.num_hidden_layers)
-
-
 def _named(names: TensorNameMap, key: str) -> str:
-    found = names.get_name(key, try_suffixes=(".weight", ".bias"))
-    if found is None:
+    if (found := name_of(names, key)) is None:
         raise _unknown(f"a tensor {key}")
-    return str(found)
+    return found
 
 
 def _unknown(what: str) -> UserError:

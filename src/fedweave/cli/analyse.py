@@ -18,6 +18,10 @@ _SHORT = {
     "rounds": "training.rounds",
     "local_steps": "training.local_steps",
     "target_modules": "experts.target_modules",
+    "clients": "data.clients",
+    "batch_size": "training.batch_size",
+    "dtype": "backbone.dtype",
+    "checkpointing": "training.checkpointing",
 }
 
 
@@ -39,7 +43,7 @@ def register(verbs: Verbs) -> None:
     backbone(diagnose)
     quiet(diagnose)
     budget = verbs.add(
-        "budget", _budget, "Parameters, bytes and steps of every method: fedweave budget MODEL experts=4 rank=8"
+        "budget", _budget, "Parameters, bytes, steps and memory: fedweave budget MODEL experts=4 rank=8 clients=20"
     )
     budget.add_argument("--json", action="store_true", help="print JSON instead of tables")
     budget.add_argument(
@@ -47,7 +51,7 @@ def register(verbs: Verbs) -> None:
         nargs="*",
         metavar="WHAT",
         help="models, recipes or one run (empty: the paper's setting), and settings: experts=4 buckets=4 served=2 "
-        f"precision=bfloat16, {', '.join(_SHORT)} or any config key",
+        f"tokens=115 precision=bfloat16, {', '.join(_SHORT)} or any config key",
     )
 
 
@@ -94,17 +98,19 @@ def _budget(arguments: argparse.Namespace, console: Console) -> None:
     for budget in budgets:
         parts += [f"{budget.model}, {budget.parameters / 1e9:.2f}B frozen parameters", ledger.traffic_table(budget)]
         parts += [ledger.discovery_lines(budget.discovery)] if discovers else []
+        parts += [] if spent else [ledger.memory_tables(budget.memory)]
     parts += [ledger.spent_table(spent)] if spent else []
     show("\n\n".join(parts))
 
 
 class _Found(TypedDict, total=False):
-    """What discovery is taken to find."""
+    """What discovery is taken to find, and data to be like."""
 
     experts: int
     buckets: float
     precision: str
     served: int
+    tokens: float
 
 
 def _split(settings: list[str]) -> tuple[_Found, list[str]]:
@@ -117,6 +123,8 @@ def _split(settings: list[str]) -> tuple[_Found, list[str]]:
             found["precision"] = text
         elif key == "buckets":
             found["buckets"] = _count(key, text)
+        elif key == "tokens":
+            found["tokens"] = _count(key, text)
         elif key in ("experts", "served"):
             count = _count(key, text)
             if count != int(count):

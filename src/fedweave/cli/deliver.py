@@ -2,6 +2,7 @@
 
 import argparse
 import os
+from functools import partial
 from pathlib import Path
 
 from fedweave.cli.verbs import Verbs, backbone, checkpoint, doubt, last
@@ -94,7 +95,9 @@ def _weights(text: str) -> list[float]:
 
 
 def _export(arguments: argparse.Namespace, console: Console) -> None:
-    from fedweave.runs.use import export_gguf, export_merged, export_mlx, export_run, export_soft
+    from fedweave.bundle.export import write_merged, write_soft
+    from fedweave.bundle.programs import check_quantisation, write_gguf, write_mlx
+    from fedweave.runs.use import export_as, export_run
 
     source, target, which = arguments.folder, arguments.target, (arguments.last, arguments.checkpoint)
     form, merged = arguments.format, arguments.merge
@@ -110,20 +113,20 @@ def _export(arguments: argparse.Namespace, console: Console) -> None:
         )
     names = {"model": arguments.backbone, "base": arguments.base_model}
     if form == "gguf":
-        kind = arguments.quantise or "Q8_0"
-        export_gguf(source, target, kind, merged, *which, **names)
+        kind = check_quantisation(arguments.quantise or "Q8_0")
+        export_as(partial(write_gguf, quantisation=kind, expert=merged), source, target, *which, **names)
         what = (
             "the backbone and a LoRA file for each adapter" if merged is None else f"a model with expert {merged}"
         )
         console.say(f"{target}: {what} ({kind}), with Modelfiles; read back, they hold what was trained.")
     elif form == "mlx":
-        export_mlx(source, target, *which, **names)
+        export_as(write_mlx, source, target, *which, **names)
         console.say(f"{target}: adapters for mlx_lm.")
     elif merged is not None:
-        export_merged(source, target, merged, *which, **names)
+        export_as(partial(write_merged, expert=merged), source, target, *which, **names)
         console.say(f"{target}: a dense model with expert {merged}; its logits are those of the expert.")
     elif arguments.soft is not None:
-        export_soft(source, target, _weights(arguments.soft), *which, **names)
+        export_as(partial(write_soft, weights=_weights(arguments.soft)), source, target, *which, **names)
         console.say(f"{target}: one adapter for the mixture; PEFT gives the same logits with it.")
     else:
         written = export_run(source, target, *which, arguments.describe, **names, doubt=arguments.doubt)

@@ -8,16 +8,18 @@ the layer, directly where ``backbone/decoder.py`` does. The same code serves thr
 - generation: x [batch, length, in], one state, one gate per row.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
 from fedweave.experts.layout import AdapterLayout
 from fedweave.kernels import fused
+from fedweave.kernels.again import run_again
 from fedweave.kernels.dropout import DropoutKeys
 from fedweave.kernels.experts import MOST_ROWS, add_experts, add_to_rows
+from fedweave.kernels.frozen import Weight
 from fedweave.kernels.lanes import Lanes, Setting, Target, one_lane
 
 
@@ -54,11 +56,18 @@ class Mixture:
             raise RuntimeError("the mixture is already in use")
         if gates is None and self.layout.shared:
             gates = torch.ones(1, 1, device=weights[0]["A"].device)
-        self.state = State(weights, None if gates is None else self.layout.all_gates(gates.float()), lanes, dropout)
+        gates = None if gates is None else self.layout.all_gates(gates.float())
+        with self.using(State(weights, gates, lanes, dropout)):
+            yield
+
+    @contextmanager
+    def using(self, state: "State") -> Iterator[None]:
+        """Run the model, or a part of it, in this very state."""
+        before, self.state = self.state, state
         try:
             yield
         finally:
-            self.state = None
+            self.state = before
 
     def _hook(self, layer: torch.nn.Linear, args: tuple[torch.Tensor], output: torch.Tensor) -> torch.Tensor:
         return output if self.state is None else with_experts(output, args[0], [layer])
@@ -119,8 +128,40 @@ def carries_experts(layers: Sequence[torch.nn.Linear]) -> bool:
     return any(_in_force(layer) is not None for layer in layers)
 
 
+# A decoder layer's parts of the gates' gradient are added up before other layers' join them. So a layer that runs
+# again on the way back, which knows its own parts alone, adds in the order of one that does not: to the same bit.
+
+
+@contextmanager
+def with_own_gates(layers: Sequence[torch.nn.Linear]) -> Iterator[None]:
+    """In here these layers, those of one decoder layer, read the gates through a view of their own."""
+    slot = next((slot for layer in layers if (slot := _in_force(layer)) is not None), None)
+    if slot is None or (state := slot.mixture.state) is None or state.gates is None or state.plain:
+        yield
+        return
+    with slot.mixture.using(replace(state, gates=state.gates.view_as(state.gates), _spread=None, _wide=None)):
+        yield
+
+
+def run_layer_again(
+    layers: Sequence[torch.nn.Linear], run: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor
+) -> torch.Tensor:
+    """``run(x)``, a decoder layer with these linear ones, of which x and the gates are kept. It runs a second time
+    when the mixture is no longer active, so it brings the state along."""
+    slot = next((slot for layer in layers if (slot := _in_force(layer)) is not None), None)
+    if slot is None or (state := slot.mixture.state) is None:
+        return run_again(run, x)
+    mixture, seen = slot.mixture, state
+
+    def with_gates(x: torch.Tensor, gates: torch.Tensor | None = None) -> torch.Tensor:
+        with mixture.using(replace(seen, gates=gates, _spread=None, _wide=None)):
+            return run(x)
+
+    return run_again(with_gates, x, *([] if state.gates is None else [state.gates]))
+
+
 def with_experts(
-    y: torch.Tensor, x: torch.Tensor, layers: Sequence[torch.nn.Linear], weight: torch.Tensor | None = None
+    y: torch.Tensor, x: torch.Tensor, layers: Sequence[torch.nn.Linear], weight: Weight | None = None
 ) -> torch.Tensor:
     """y = the outputs of ``layers`` on x, side by side; returns y with the experts of those that carry any. With
     ``weight``, the layers' own, y was computed without gradient (``kernels/experts.py`` says why)."""

@@ -19,8 +19,8 @@ from fedweave.federation.client import Client
 from fedweave.router.mlp import RouterLayout
 from fedweave.streams import stream_key
 from fedweave.training.batch import Lane
+from fedweave.training.fit import lanes_that_fit
 from fedweave.training.lockstep import LaneResult, LockstepTrainer
-from fedweave.training.memory import lanes_that_fit
 from fedweave.training.narrow import narrowed
 from fedweave.training.private import PrivateTrainer
 
@@ -88,15 +88,15 @@ class Compute:
             results = self.train(narrow.layout, router, narrow.lanes, label, transient, training, pace)
             yield from narrow.widened(results)
             return
-        trainer = self._trainer_for(layout, router, training or self.config.training)
+        training = training or self.config.training
+        trainer = self._trainer_for(layout, router, training)
         trainer.pace = pace
         fit = trainer.fits.get(len(lanes))
         if fit is None:  # once: what the trainer keeps for the next round is not free then
-            fit = trainer.fits[len(lanes)] = lanes_that_fit(
-                self.backbone, lanes, self.config.training.clients_per_step
-            )
-            if len(lanes) > 1 and self.config.training.clients_per_step == "auto":
+            fit = trainer.fits[len(lanes)] = lanes_that_fit(self.backbone, layout, lanes, training)
+            if len(lanes) > 1 and training.clients_per_step == "auto":
                 self.console.say(f"{label}: {min(fit.lanes, len(lanes))} of {len(lanes)} at a time ({fit.why})")
+        trainer.checkpointing = fit.checkpointing
         steps = sum(len(lane.schedule) for lane in lanes)
         progress = self.console.progress(label, steps, "steps", transient)
         for done, result in enumerate(trainer.train(lanes, fit.lanes, progress.advance), 1):

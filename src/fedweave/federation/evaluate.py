@@ -13,7 +13,7 @@ from fedweave.aggregation.robust import capped
 from fedweave.federation.client import OWN, Client
 from fedweave.federation.message import Facts, Message
 from fedweave.federation.state import received
-from fedweave.federation.steps import FIGURE, Answer, Asked, Figure, Step
+from fedweave.federation.steps import FIGURE, Answer, Asked, Figure, Summed
 
 if TYPE_CHECKING:
     from fedweave.federation.compute import Compute
@@ -56,11 +56,10 @@ def overall(losses: Sequence[Loss], most: float) -> Loss:
     return sum(counted, Loss(count=count))
 
 
-class Evaluate(Step[Loss]):
+class Evaluate(Summed[Loss]):
     """The validation loss of every site, with the routing that selects the best round."""
 
     name = "evaluate"
-    masked = True
 
     def __init__(self, method: Method):
         self.method = method

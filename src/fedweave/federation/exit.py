@@ -14,7 +14,7 @@ from fedweave.federation.masks import MASKED, hidden
 from fedweave.federation.message import Facts, Message
 from fedweave.federation.precision import decode, encode
 from fedweave.federation.private import Noise
-from fedweave.federation.steps import Answer, Asked, Reply
+from fedweave.federation.steps import Answer, Asked, Reply, Summed
 
 # What is done to an answer on its way out. A filter may change numbers; names and shapes stay those of the step.
 Filter = Callable[[Reply, Asked, Client, Answer], Answer]
@@ -39,7 +39,7 @@ class Exit:
         for apply in self.filters if step.of_data else []:
             answer = apply(step, asked, client, answer)
         header: Facts = {"step": step.name, "t": asked.question.facts["t"], **self.identity}
-        if self.masked and step.masked:
+        if self.masked and isinstance(step, Summed):
             summands = step.summands(asked, answer)
             if self.noise is not None:
                 summands = self.noise.summed(step, asked, client, summands)

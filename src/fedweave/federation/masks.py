@@ -11,6 +11,7 @@ The rules of a method then hear one client that speaks for all: its parts are we
 from __future__ import annotations
 
 import math
+from abc import abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -21,7 +22,7 @@ from fedweave.errors import UserError
 from fedweave.federation.admission import Receipts
 from fedweave.federation.client import Client, Distant
 from fedweave.federation.message import Facts, Message, Refused
-from fedweave.federation.steps import Answer, Asked, Figure, Part, R, Reply, Step
+from fedweave.federation.steps import Answer, Asked, Figure, Part, R, Reply, Step, Summed
 from fedweave.privacy.masking import (
     KEYS,
     SEALED,
@@ -57,8 +58,9 @@ class _Masking(Step[torch.Tensor]):
         for client in clients:
             yield Answer({self.part: self.told(client, question)})
 
+    @abstractmethod
     def told(self, client: Client, question: Message) -> torch.Tensor:
-        raise NotImplementedError
+        """A client's bytes."""
 
 
 class AskKeys(_Masking):
@@ -109,7 +111,7 @@ NAMES = {step.name for step in STEPS}
 # -------------------------------------------------------------------------------------- the client
 
 
-def hidden(step: Reply, asked: Asked, client: Client, summands: Mapping[str, torch.Tensor]) -> torch.Tensor:
+def hidden(step: Summed, asked: Asked, client: Client, summands: Mapping[str, torch.Tensor]) -> torch.Tensor:
     """What leaves of an answer whose numbers are only ever added up: int64 [n]."""
     facts, party = asked.question.facts, _party(client)
     if MASKED not in facts:
@@ -146,7 +148,7 @@ def _bytes(tensor: torch.Tensor) -> bytes:
 class Masked(Reply[torch.Tensor]):
     """A masked answer to a step, as the door knows it."""
 
-    def __init__(self, step: Reply):
+    def __init__(self, step: Summed):
         self.name, self.step = step.name, step
 
     def said(self, t: int) -> str:
@@ -164,7 +166,7 @@ class Masked(Reply[torch.Tensor]):
 
 
 def masked_ask(
-    engine: Engine, step: Reply[R], members: Sequence[Any], question: Message, receipts: Receipts
+    engine: Engine, step: Summed[R], members: Sequence[Any], question: Message, receipts: Receipts
 ) -> Iterator[tuple[Any, R]]:
     """One reply, of all who have answered together; none where too few have."""
     facts, index_of = {"t": question.facts["t"]}, {member.index: member for member in members}
@@ -218,7 +220,7 @@ def masked_ask(
 
 
 def _sum(
-    engine: Engine, step: Reply, members: Sequence[Any], question: Message, receipts: Receipts
+    engine: Engine, step: Summed, members: Sequence[Any], question: Message, receipts: Receipts
 ) -> tuple[np.ndarray, list[int]]:
     """(the sum of masked answers as a stream, uint64 [n], whose they are)"""
     total, alive = np.zeros(1, dtype=np.uint64), []

@@ -17,7 +17,7 @@ import torch
 
 from fedweave.config import Config
 from fedweave.federation.client import Client, Member
-from fedweave.federation.steps import FIGURE, Answer, Asked, Figure, Reply
+from fedweave.federation.steps import FIGURE, Answer, Asked, Figure, Reply, Summed
 from fedweave.privacy.budget import Budget
 from fedweave.privacy.figures import PrivacyFigures
 from fedweave.privacy.masking import threshold
@@ -35,7 +35,7 @@ class Noise:
 
     def __call__(self, step: Reply, asked: Asked, client: Client, answer: Answer) -> Answer:
         key, expected = self._key(step, asked, client), step.figures(asked)
-        masked = self.config.federation.secure_aggregation and step.masked
+        masked = self.config.federation.secure_aggregation and isinstance(step, Summed)
         share = _share(client) if masked and self.config.privacy.level == "client" else 1.0
         figures = {
             name: self._told(step, name, expected[name], fact, key, share) for name, fact in answer.figures.items()
@@ -45,7 +45,7 @@ class Noise:
         return replace(answer, figures=figures)
 
     def summed(
-        self, step: Reply, asked: Asked, client: Client, summands: Mapping[str, torch.Tensor]
+        self, step: Summed, asked: Asked, client: Client, summands: Mapping[str, torch.Tensor]
     ) -> dict[str, torch.Tensor]:
         """level=client under masks: what a client adds to a sum is clipped as a whole, zeros included, and has its
         share of the noise that the sum needs. Figures were noised before, or are the same for all."""

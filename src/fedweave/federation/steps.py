@@ -104,21 +104,6 @@ class Reply(ABC, Generic[R]):
         """The farthest that the question can lead ``size`` numbers of one limit, as a norm, and what that is."""
         return math.inf, ""
 
-    # What is only ever added up can be summed without being seen (:mod:`fedweave.federation.masks`).
-    masked = False  # whether this is such a question
-
-    def totals(self, asked: Asked) -> dict[str, tuple[int, ...]]:
-        """The layout of the sum, which is the same for all clients."""
-        raise NotImplementedError
-
-    def summands(self, asked: Asked, answer: Answer) -> dict[str, torch.Tensor]:
-        """A client's part in it, with its weights multiplied in; what is left out is zero."""
-        raise NotImplementedError
-
-    def read_total(self, asked: Asked, totals: dict[str, torch.Tensor], clients: int) -> R:
-        """The sum over so many clients (float64), as if one client spoke for all."""
-        raise NotImplementedError
-
     @abstractmethod
     def read(self, asked: Asked, parts: dict[str, torch.Tensor], figures: Facts) -> R:
         """A reply that has passed the door, as the method's rules use it."""
@@ -132,6 +117,23 @@ class Step(Reply[R]):
     @abstractmethod
     def answer(self, compute: Compute, clients: Sequence[Client], question: Message) -> Iterator[Answer]:
         """Client side: one answer for each of these clients, in their order."""
+
+
+class Summed(Step[R]):
+    """A question whose answers are only ever added up: they can be summed without being seen
+    (:mod:`fedweave.federation.masks`)."""
+
+    @abstractmethod
+    def totals(self, asked: Asked) -> dict[str, tuple[int, ...]]:
+        """The layout of the sum, which is the same for all clients."""
+
+    @abstractmethod
+    def summands(self, asked: Asked, answer: Answer) -> dict[str, torch.Tensor]:
+        """A client's part in it, with its weights multiplied in; what is left out is zero."""
+
+    @abstractmethod
+    def read_total(self, asked: Asked, totals: dict[str, torch.Tensor], clients: int) -> R:
+        """The sum over so many clients (float64), as if one client spoke for all."""
 
 
 # AdamW moves a parameter by lr·m̂/√v̂ a step, and by Cauchy-Schwarz |m̂|/√v̂ ≤ √(Σ w²/u) for the weights w and u that

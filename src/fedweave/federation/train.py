@@ -15,7 +15,7 @@ import torch
 from fedweave.federation.client import OWN, Client
 from fedweave.federation.message import Facts, Message, Refused
 from fedweave.federation.state import received
-from fedweave.federation.steps import FIGURE, Answer, Asked, Figure, Part, Step, adam_reach
+from fedweave.federation.steps import FIGURE, Answer, Asked, Figure, Part, Summed, adam_reach
 from fedweave.router.mlp import RouterLayout
 
 if TYPE_CHECKING:
@@ -45,9 +45,8 @@ class Update:
     tokens: int
 
 
-class Train(Step[Update]):
+class Train(Summed[Update]):
     name = "train"
-    masked = True
 
     def __init__(self, method: Method):
         self.method, self.config = method, method.config

@@ -18,6 +18,7 @@ from fedweave.evaluation.losses import serving_weights
 from fedweave.experts.mixture import Mixture
 from fedweave.inference.cache import RowCache
 from fedweave.inference.record import captured
+from fedweave.kernels.frozen import times
 
 _CHECK_EVERY = 16  # steps between two looks at whether every row has ended; a look stalls the device
 
@@ -85,7 +86,7 @@ def _decode(
     ends = packed.boundaries[1:].long()
     positions = ends - packed.starts.long()  # [rows] the column of the first new token
     cache.extend(positions)
-    newest = (hidden.index_select(0, ends - 1) @ backbone.head.T).argmax(-1)  # [rows]
+    newest = times(hidden.index_select(0, ends - 1), backbone.head).argmax(-1)  # [rows]
     out = torch.full((count, steps), backbone.tokenizer.pad_token_id, device=device)
     stop = torch.tensor(backbone.end_ids, device=device)
     done = torch.zeros(count, dtype=torch.bool, device=device)
@@ -97,7 +98,7 @@ def _decode(
         kept = torch.where(done, out.new_full((), backbone.tokenizer.pad_token_id), newest)
         out.index_copy_(1, column, kept[:, None])
         states = around(None, lambda: backbone.next_hidden(newest, positions, cache))
-        newest.copy_((states @ backbone.head.T).argmax(-1))
+        newest.copy_(times(states, backbone.head).argmax(-1))
         positions.add_(1)
         column.add_(1)
 

@@ -10,28 +10,29 @@ import torch
 from torch import Tensor
 
 from fedweave.kernels import Context, fused, tl, triton
+from fedweave.kernels.frozen import Weight, back, times
 
-_BLOCK_ELEMENTS = 1 << 28  # logits of one block: 1 GiB in float32
+BLOCK_ELEMENTS = 1 << 28  # logits of one block: 1 GiB in float32
 _BLOCK = 4096
 
 
-def token_nll(hidden: Tensor, head: Tensor, targets: Tensor, softcap: float | None = None) -> Tensor:
+def token_nll(hidden: Tensor, head: Weight, targets: Tensor, softcap: float | None = None) -> Tensor:
     """Negative log-likelihood of each target: hidden [n, d], head [V, d], targets [n] to [n] in float32."""
     return _LinearCrossEntropy.apply(hidden, head, targets, softcap)
 
 
 class _LinearCrossEntropy(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Context, hidden: Tensor, head: Tensor, targets: Tensor, softcap: float | None) -> Tensor:
-        rows = max(1, _BLOCK_ELEMENTS // head.shape[0])
+    def forward(ctx: Context, hidden: Tensor, head: Weight, targets: Tensor, softcap: float | None) -> Tensor:
+        rows = max(1, BLOCK_ELEMENTS // head.shape[0])
         nll = torch.empty(len(hidden), device=hidden.device)  # [n]
         grad = torch.empty_like(hidden) if hidden.requires_grad else None  # [n, d]
         for start in range(0, len(hidden), rows):
             block = slice(start, start + rows)
-            logits = hidden[block] @ head.T  # [rows, V]
+            logits = times(hidden[block], head)  # [rows, V]
             nll[block], slope = entropy_and_slope(logits, targets[block], softcap, grad is not None)
             if grad is not None and slope is not None:
-                grad[block] = slope @ head
+                grad[block] = back(slope, head)
         ctx.save_for_backward(grad)
         return nll
 

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from fedweave.kernels import Context, fused, power_of_two, tl, triton
+from fedweave.kernels.frozen import Weight, back
 from fedweave.kernels.lanes import Setting, Target
 from fedweave.kernels.products import expand, outer, reduce, reduce_back
 
@@ -31,7 +32,7 @@ def add_experts(
     targets: Sequence[Target],
     factors: Sequence[Tensor],  # A [K, M·r, n] and B [K, M·r, width] of every target in turn
     setting: Setting,
-    weight: Tensor | None = None,  # [columns, n]
+    weight: Weight | None = None,  # [columns, n]
 ) -> Tensor:
     """y with the experts' contribution. With ``weight`` y is x times that frozen weight, computed without gradient:
     the way back through both is one sum."""
@@ -41,7 +42,7 @@ def add_experts(
 class _Added(Context, Protocol):
     targets: Sequence[Target]
     setting: Setting
-    weight: Tensor | None
+    weight: Weight | None
     gated: bool
     places: list[Tensor | None]  # where the factors' gradients are added up
 
@@ -55,7 +56,7 @@ class _AddExperts(torch.autograd.Function):
         gates: Tensor | None,
         targets: Sequence[Target],
         setting: Setting,
-        weight: Tensor | None,
+        weight: Weight | None,
         *factors: Tensor,
     ) -> Tensor:
         reduced, rows = [], y.flatten(0, -2)  # flat only in here: autograd copies where a view is changed in place
@@ -77,7 +78,7 @@ class _AddExperts(torch.autograd.Function):
         reduced, factors = rest[: 2 * count], rest[2 * count :]
         dx = None
         if ctx.needs_input_grad[1]:
-            dx = dy @ weight if weight is not None else torch.empty_like(x)
+            dx = back(dy, weight) if weight is not None else torch.empty_like(x)
         dgates = torch.zeros_like(gates) if gates is not None else None
         factor_grads: list[Tensor | None] = []
         for i, target in enumerate(ctx.targets):

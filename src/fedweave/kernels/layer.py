@@ -1,11 +1,18 @@
 """What lies between the products of a decoder layer, in one pass each.
 
 add_norm      s = x + delta,  h = w · s / rms(s)
-gated_unit    m = silu(g) · u, where the gate g and u lie side by side in one product's output
-rotate        qkv [T, (H + 2·H_kv)·D]  →  q [T, H, D],  k [T, H_kv, D],  v [T, H_kv, D], by rotary positions
+gated_unit    m = act(g) · u, where the gate g and u lie side by side in one product's output
+
+An activation is g σ(a(g)): silu with a = g, and gelu, in the form with tanh, with a = 2 √(2/π) (g + 0.044715 g³).
+A norm's weight may be float32 where all else is half precision: then the product is rounded once, behind it.
+
+and ``kernels/rotary.py``, between the product with [Wq Wk Wv] and attention.
 """
 
+import math
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from typing import Protocol
 
 import torch
 import torch.nn.functional as F
@@ -15,49 +22,53 @@ from torch.autograd.graph import saved_tensors_hooks
 from fedweave.kernels import Context, fused, power_of_two, tl, triton
 
 _COLUMNS = 1024  # of a gated unit's block
-_TOKENS = 64  # of a rotation's block
+_GELU, _CUBIC = 2 * math.sqrt(2 / math.pi), 0.044715
 
 
 def add_norm(x: Tensor, delta: Tensor | None, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     """x, delta [T, d] to s, h [T, d]; without a delta s is x."""
     if delta is None and not x.requires_grad:
-        return x, _norm(x, weight, eps)
-    return _AddNorm.apply(x, delta if delta is not None else torch.zeros_like(x), weight, eps)
+        return x, norm(x, weight, eps)
+    return _AddNorm.apply(x, delta, weight, eps)
 
 
-def computed_again(h: Tensor, s: Tensor, weight: Tensor, eps: float) -> AbstractContextManager[object]:
-    """In here a gradient that will need h keeps nothing: s is kept anyway, and h is soon computed again from it."""
+def computed_again(value: Tensor, compute: Callable[[], Tensor]) -> AbstractContextManager[object]:
+    """In here a gradient that will need ``value`` keeps nothing: it is soon computed again, from what is kept
+    anyway."""
     if not torch.is_grad_enabled():
         return nullcontext()
-    place, stream = (h.data_ptr(), h.shape), s.detach()
+    place = (value.data_ptr(), value.shape)
 
     def pack(kept: Tensor) -> Tensor | None:
         return None if (kept.data_ptr(), kept.shape) == place else kept
 
     def unpack(kept: Tensor | None) -> Tensor:
-        return _norm(stream, weight, eps) if kept is None else kept
+        return compute() if kept is None else kept
 
     return saved_tensors_hooks(pack, unpack)
 
 
-def _norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+@torch.no_grad()
+def norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """w · x / rms(x) alone, without a gradient."""
     if fused(x):
         return _forward(x.contiguous(), None, weight, eps)[1]
     wide = x.float()
-    return weight * (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)).to(x.dtype)
+    unit = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
+    return (weight * unit.to(weight.dtype)).to(x.dtype)
 
 
 class _AddNorm(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Context, x: Tensor, delta: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    def forward(ctx: Context, x: Tensor, delta: Tensor | None, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
         ctx.set_materialize_grads(False)
         if fused(x):
-            s, h, inverse = _forward(x.contiguous(), delta.contiguous(), weight, eps)
+            s, h, inverse = _forward(x.contiguous(), None if delta is None else delta.contiguous(), weight, eps)
         else:
-            s = x + delta
+            s = x if delta is None else x + delta
             wide = s.float()
             inverse = torch.rsqrt(wide.square().mean(-1) + eps)  # [T] 1 / rms
-            h = weight * (wide * inverse[:, None]).to(s.dtype)
+            h = (weight * (wide * inverse[:, None]).to(weight.dtype)).to(s.dtype)
         ctx.save_for_backward(s, weight, inverse)
         return s, h
 
@@ -66,7 +77,7 @@ class _AddNorm(torch.autograd.Function):
         ds, dh = grads
         s, weight, inverse = ctx.saved_tensors
         if dh is None:
-            return ds, ds, None, None
+            return ds, ds if ctx.needs_input_grad[1] else None, None, None
         if fused(s):
             dh, dx, (grid, options) = dh.contiguous(), torch.empty_like(s), _grid(s)
             residual = dh if ds is None else ds.contiguous()
@@ -78,7 +89,7 @@ class _AddNorm(torch.autograd.Function):
             g = dh.float() * weight.float()
             wide = inverse[:, None] * (g - unit * (g * unit).mean(-1, keepdim=True))
             dx = (wide if ds is None else wide + ds.float()).to(s.dtype)
-        return dx, dx, None, None
+        return dx, dx if ctx.needs_input_grad[1] else None, None, None
 
 
 def _grid(x: Tensor) -> tuple[tuple[int], dict[str, int]]:
@@ -96,87 +107,50 @@ def _forward(x: Tensor, delta: Tensor | None, weight: Tensor, eps: float) -> tup
     return s, h, inverse
 
 
-def gated_unit(both: Tensor) -> Tensor:
+def gated_unit(both: Tensor, gelu: bool = False) -> Tensor:
     """[T, 2·I] to [T, I]."""
-    return _GatedUnit.apply(both)
+    return _GatedUnit.apply(both, gelu)
+
+
+@torch.no_grad()
+def gated(both: Tensor, gelu: bool = False) -> Tensor:
+    """The same alone, without a gradient."""
+    width = both.shape[1] // 2
+    if not fused(both):
+        gate, up = both[:, :width], both[:, width:]
+        return (F.gelu(gate, approximate="tanh") if gelu else F.silu(gate)) * up
+    out = both.new_empty(both.shape[0], width)
+    _gated_kernel[(both.shape[0], -(-width // _COLUMNS))](both, out, width, GELU=gelu, BLOCK=_COLUMNS)
+    return out
+
+
+class _Gated(Context, Protocol):
+    gelu: bool
 
 
 class _GatedUnit(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Context, both: Tensor) -> Tensor:
+    def forward(ctx: _Gated, both: Tensor, gelu: bool) -> Tensor:
+        ctx.gelu = gelu
         ctx.save_for_backward(both)
-        width = both.shape[1] // 2
-        if not fused(both):
-            return F.silu(both[:, :width]) * both[:, width:]
-        out = both.new_empty(both.shape[0], width)
-        grid = (both.shape[0], -(-width // _COLUMNS))
-        _gated_kernel[grid](both, out, width, BLOCK=_COLUMNS)
-        return out
+        return gated(both, gelu)
 
     @staticmethod
-    def backward(ctx: Context, *grads: Tensor) -> Tensor:
+    def backward(ctx: _Gated, *grads: Tensor) -> tuple[Tensor, None]:
         (both,) = ctx.saved_tensors
         dm, width = grads[0].contiguous(), both.shape[1] // 2
         if fused(both):
             d = torch.empty_like(both)
-            _gated_back_kernel[(both.shape[0], -(-width // _COLUMNS))](both, dm, d, width, BLOCK=_COLUMNS)
-            return d
+            grid = (both.shape[0], -(-width // _COLUMNS))
+            _gated_back_kernel[grid](both, dm, d, width, GELU=ctx.gelu, BLOCK=_COLUMNS)
+            return d, None
         gate, up = both[:, :width], both[:, width:]
-        squashed = gate.sigmoid()
-        slope = squashed * (1 + gate * (1 - squashed))  # silu'(g)
-        return torch.cat([dm * up * slope, dm * gate * squashed], 1)
-
-
-def rotate(qkv: Tensor, cos: Tensor, sin: Tensor, heads: int, kv_heads: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Split and rotate; cos and sin [T, D], both halves of D alike."""
-    return _Rotate.apply(qkv, cos, sin, heads, kv_heads)
-
-
-class _Rotate(torch.autograd.Function):
-    """A rotation's gradient is the rotation back, so forward and backward are one kernel with the sign of the sine
-    changed and the direction of the copy reversed."""
-
-    @staticmethod
-    def forward(
-        ctx: Context, qkv: Tensor, cos: Tensor, sin: Tensor, heads: int, kv_heads: int
-    ) -> tuple[Tensor, ...]:
-        ctx.save_for_backward(cos, sin)
-        tokens, width = len(qkv), cos.shape[1]
-        if fused(qkv):
-            parts = tuple(qkv.new_empty(tokens, n, width) for n in (heads, kv_heads, kv_heads))
-            _launch(qkv, parts, cos, sin, back=False)
-            return parts
-        q, k, v = qkv.view(tokens, -1, width).split([heads, kv_heads, kv_heads], 1)
-        return _turn(q, cos, sin), _turn(k, cos, sin), v.clone()
-
-    @staticmethod
-    def backward(ctx: Context, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        cos, sin = ctx.saved_tensors
-        dq, dk, dv = grads
-        if fused(dq):
-            parts = tuple(g.contiguous() for g in grads)
-            dqkv = dq.new_empty(len(dq), sum(p.shape[1] for p in parts) * cos.shape[1])
-            _launch(dqkv, parts, cos, sin, back=True)
-        else:
-            dqkv = torch.cat([_turn(dq, cos, -sin), _turn(dk, cos, -sin), dv], 1).flatten(1)
-        return dqkv, None, None, None, None
-
-
-def _turn(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """x [T, heads, D]: (a, b) to (a cos - b sin, b cos + a sin)."""
-    a, b = x.chunk(2, -1)
-    return x * cos[:, None] + torch.cat([-b, a], -1) * sin[:, None]
-
-
-def _launch(qkv: Tensor, parts: tuple[Tensor, ...], cos: Tensor, sin: Tensor, back: bool) -> None:
-    q, k, v = parts
-    tokens, width = len(qkv), cos.shape[1]
-    heads, kv_heads = q.shape[1], k.shape[1]
-    grid = (-(-tokens // _TOKENS), heads + 2 * kv_heads)
-    half = power_of_two(width // 2)
-    _rotary_kernel[grid](
-        qkv, q, k, v, cos, sin, tokens, heads, kv_heads, width, BACK=back, TOKENS=_TOKENS, HALF=half
-    )
+        inner, steep = (gate, torch.ones_like(gate))
+        if ctx.gelu:
+            inner, steep = _GELU * (gate + _CUBIC * gate**3), _GELU * (1 + 3 * _CUBIC * gate.square())
+        squashed = inner.sigmoid()
+        slope = squashed + gate * squashed * (1 - squashed) * steep  # act'(g)
+        return torch.cat([dm * up * slope, dm * gate * squashed], 1), None
 
 
 if triton is not None:
@@ -197,8 +171,8 @@ if triton is not None:
         scale = tl.rsqrt(tl.sum(wide * wide, 1) / D + eps)
         tl.store(inverse + t, scale, t < T)
         w = tl.load(weight + c, c < D, 0.0)
-        unit = (wide * scale[:, None]).to(h.dtype.element_ty)
-        tl.store(h + at, w[None, :] * unit, live)
+        unit = (wide * scale[:, None]).to(weight.dtype.element_ty)
+        tl.store(h + at, (w[None, :] * unit).to(h.dtype.element_ty), live)
 
     @triton.jit
     def _norm_back_kernel(
@@ -217,51 +191,33 @@ if triton is not None:
         tl.store(dx + at, out.to(dx.dtype.element_ty), live)
 
     @triton.jit
-    def _gated_kernel(both, out, WIDTH, BLOCK: tl.constexpr):
+    def _squashed(gate, GELU: tl.constexpr):
+        """σ(a(g)) and a'(g)."""
+        if GELU:
+            inner = 1.5957691216057308 * (gate + 0.044715 * gate * gate * gate)
+            return tl.sigmoid(inner), 1.5957691216057308 * (1 + 0.134145 * gate * gate)
+        else:
+            return tl.sigmoid(gate), tl.full(gate.shape, 1.0, tl.float32)
+
+    @triton.jit
+    def _gated_kernel(both, out, WIDTH, GELU: tl.constexpr, BLOCK: tl.constexpr):
         row = tl.program_id(0).to(tl.int64)
         c = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
         live = c < WIDTH
         gate = tl.load(both + row * 2 * WIDTH + c, live, 0.0).to(tl.float32)
         up = tl.load(both + row * 2 * WIDTH + WIDTH + c, live, 0.0)
-        tl.store(out + row * WIDTH + c, (gate * tl.sigmoid(gate)).to(up.dtype) * up, live)
+        squashed, _ = _squashed(gate, GELU)
+        tl.store(out + row * WIDTH + c, (gate * squashed).to(up.dtype) * up, live)
 
     @triton.jit
-    def _gated_back_kernel(both, dm, d, WIDTH, BLOCK: tl.constexpr):
+    def _gated_back_kernel(both, dm, d, WIDTH, GELU: tl.constexpr, BLOCK: tl.constexpr):
         row = tl.program_id(0).to(tl.int64)
         c = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
         live = c < WIDTH
         gate = tl.load(both + row * 2 * WIDTH + c, live, 0.0).to(tl.float32)
         up = tl.load(both + row * 2 * WIDTH + WIDTH + c, live, 0.0).to(tl.float32)
         g = tl.load(dm + row * WIDTH + c, live, 0.0).to(tl.float32)
-        squashed = tl.sigmoid(gate)
-        slope = squashed * (1 + gate * (1 - squashed))
+        squashed, steep = _squashed(gate, GELU)
+        slope = squashed + gate * squashed * (1 - squashed) * steep
         tl.store(d + row * 2 * WIDTH + c, (g * up * slope).to(d.dtype.element_ty), live)
         tl.store(d + row * 2 * WIDTH + WIDTH + c, (g * gate * squashed).to(d.dtype.element_ty), live)
-
-    @triton.jit
-    def _rotary_kernel(
-        qkv, q, k, v, cos, sin, T, HEADS, KV, D, BACK: tl.constexpr, TOKENS: tl.constexpr, HALF: tl.constexpr
-    ):
-        t = (tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)).to(tl.int64)
-        head = tl.program_id(1)
-        c = tl.arange(0, HALF)
-        live = (t < T)[:, None] & (c < D // 2)[None, :]
-        joint = qkv + (t * (HEADS + 2 * KV) + head)[:, None] * D + c[None, :]
-        if head < HEADS:
-            part = q + (t * HEADS + head)[:, None] * D + c[None, :]
-        elif head < HEADS + KV:
-            part = k + (t * KV + head - HEADS)[:, None] * D + c[None, :]
-        else:
-            part = v + (t * KV + head - HEADS - KV)[:, None] * D + c[None, :]
-        source = part if BACK else joint
-        target = joint if BACK else part
-        a = tl.load(source, live, 0.0).to(tl.float32)
-        b = tl.load(source + D // 2, live, 0.0).to(tl.float32)
-        at = t[:, None] * D + c[None, :]
-        turned = head < HEADS + KV  # values are only copied
-        cosine = tl.where(turned, tl.load(cos + at, live, 0.0).to(tl.float32), 1.0)
-        sine = tl.where(turned, tl.load(sin + at, live, 0.0).to(tl.float32), 0.0)
-        if BACK:
-            sine = -sine
-        tl.store(target, (a * cosine - b * sine).to(target.dtype.element_ty), live)
-        tl.store(target + D // 2, (b * cosine + a * sine).to(target.dtype.element_ty), live)

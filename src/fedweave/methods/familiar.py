@@ -20,7 +20,7 @@ from fedweave.federation.client import Client
 from fedweave.federation.compute import Compute
 from fedweave.federation.engines.base import Engine
 from fedweave.federation.message import Facts, Message, Refused
-from fedweave.federation.steps import FIGURE, Answer, Asked, Figure, Part, Step
+from fedweave.federation.steps import FIGURE, Answer, Asked, Figure, Part, Summed
 from fedweave.router.mlp import RouterLayout, outside
 
 _AXES = 128  # most directions; a quarter of the width where that is less
@@ -38,11 +38,10 @@ class Moments(NamedTuple):
     products: torch.Tensor  # [2, d (d + 1) / 2] of features with features, which is symmetric
 
 
-class AskMoments(Step[Moments]):
+class AskMoments(Summed[Moments]):
     """What are the features of each half of your prompts and their products, summed up?"""
 
     name = "moments"
-    masked = True
 
     def __init__(self, config: Config):
         self.config = config
@@ -145,11 +144,10 @@ def reach(counts: torch.Tensor, share: float) -> float:
     return (int((counts.cumsum(0) < inside).sum()) + 1) * _WIDTH
 
 
-class AskDistances(Step[torch.Tensor]):
+class AskDistances(Summed[torch.Tensor]):
     """How many of your prompts, half by half, lie how far outside of the other half's directions? [bins]"""
 
     name = "distances"
-    masked = True
 
     def answer(self, compute: Compute, clients: Sequence[Client], question: Message) -> Iterator[Answer]:
         for client in clients:

@@ -20,7 +20,7 @@ from fedweave.federation.compute import Compute, VectorBuffer
 from fedweave.federation.message import Facts, Message, Refused
 from fedweave.federation.method import Method
 from fedweave.federation.private import shield_of, shielded
-from fedweave.federation.steps import FIGURE, Answer, Asked, Figure, Part, Step, adam_reach
+from fedweave.federation.steps import FIGURE, Answer, Asked, Figure, Part, Step, Summed, adam_reach
 from fedweave.federation.train import EXPERTS, expert_name
 from fedweave.streams import stream_key
 from fedweave.training.batch import Lane
@@ -136,11 +136,10 @@ class Discover(Step[Prototypes]):
 Start = list[tuple[int, torch.Tensor, float]]  # (expert, mean of warmup adapters [P of one expert], buckets)
 
 
-class StartExperts(Step[Start]):
+class StartExperts(Summed[Start]):
     """Line 6: the warmup adapters, averaged over a client's buckets that share an expert: no single one leaves."""
 
     name = "start"
-    masked = True
 
     def __init__(self, discover: Discover):
         self.discover, self.config = discover, discover.config

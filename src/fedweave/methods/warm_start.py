@@ -26,7 +26,7 @@ from fedweave.federation.engines.base import Engine
 from fedweave.federation.message import Facts, Message
 from fedweave.federation.private import shield_of
 from fedweave.federation.state import read_router, router_facts
-from fedweave.federation.steps import FIGURE, Answer, Asked, Figure, Part, Step, adam_reach
+from fedweave.federation.steps import FIGURE, Answer, Asked, Figure, Part, Summed, adam_reach
 from fedweave.federation.train import ROUTER
 from fedweave.router.mlp import RouterLayout
 from fedweave.streams import stream_key
@@ -35,11 +35,10 @@ from fedweave.training.private import noised
 from fedweave.training.schedule import drawn_schedule
 
 
-class WarmRouter(Step[tuple[torch.Tensor, int]]):
+class WarmRouter(Summed[tuple[torch.Tensor, int]]):
     """One round of the warm start: (Δφ, |D_i|) of a client that learned its own alignment labels."""
 
     name = "warm"
-    masked = True
 
     def __init__(self, config: Config):
         self.config, self.settings = config, config.router.warm_start

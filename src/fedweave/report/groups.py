@@ -19,6 +19,7 @@ _SAME = (
     "finish",
     "evaluation.batch_size",
     "training.clients_per_step",
+    "training.checkpointing",
     "backbone.device",
 )
 

@@ -4,6 +4,7 @@ from pathlib import Path
 
 from fedweave.alignment.kept import require_comparable
 from fedweave.backbone.load import Backbone
+from fedweave.backbone.targets import spelled_out
 from fedweave.config import Config
 from fedweave.errors import UserError
 from fedweave.federation.state import ServerState
@@ -20,18 +21,21 @@ def initial_state(config: Config, backbone: Backbone) -> RoutedExperts | None:
     description = verify_bundle(folder)
     rank = "experts.single_rank" if description["router"] is None else "experts.rank"
     experts = config.experts
+    layers = backbone.linear_layers(experts.target_modules)
     wanted = {
         "method": (config.method, description["method"]),
         rank: (experts.single_rank if description["router"] is None else experts.rank, description["rank"]),
         "experts.shared_rank": (experts.shared_rank if description["router"] else 0, description.get("shared", 0)),
         "experts.alpha": (experts.alpha, description["alpha"]),
-        "experts.target_modules": (sorted(experts.target_modules), sorted(description["target_modules"])),
+        "experts.target_modules": (
+            sorted(spelled_out(experts.target_modules, layers)),
+            sorted(description["target_modules"]),
+        ),
     }
     for key, (asked, found) in wanted.items():
         if asked != found:
             value = f"[{','.join(found)}]" if isinstance(found, list) else f"{found}"
             raise UserError(f"init={config.init} does not fit {key}={asked}; set {key}={value}, as in the bundle.")
-    layers = backbone.linear_layers(config.experts.target_modules)
     found = read_experts(folder, description, backbone, layers)
     if config.living.notice == "off":
         return found

@@ -6,7 +6,7 @@ from typing import Any, Protocol
 
 import torch
 
-from fedweave.backbone.load import weights_hash
+from fedweave.backbone.weights import weights_hash
 from fedweave.config import Config, dump_config
 from fedweave.console import Console
 from fedweave.description.record import read_experts

@@ -21,7 +21,7 @@ from fedweave.schema import RouterShape
 from fedweave.settings import flatten, to_tree
 
 # Where a run's data and model lie, how columns are called, what computes: fingerprints tell whether it is the same.
-PLACES = ("data.path", "data.fields", "backbone.model", "backbone.revision", "backbone.device")
+PLACES = ("data.path", "data.fields", "backbone.model", "backbone.revision", "backbone.device", "backbone.weights")
 # Keys that do not alter what was already computed.
 LATER = (
     "output",
@@ -32,6 +32,7 @@ LATER = (
     "living.notice",
     "training.rounds",
     "training.clients_per_step",
+    "training.checkpointing",
     "federation.min_answers",
     "federation.repeats",
     "federation.sites",
@@ -87,7 +88,8 @@ class Snapshot:
         if self.meta["backbone"] != backbone.fingerprint:
             raise UserError(
                 f"checkpoint {self.path} was trained on another backbone, tokenizer or prompt rendering than "
-                f"{backbone.name} as loaded now; {other_weights(backbone.name)} (run and resume: backbone.model=…)."
+                f"{backbone.name} as loaded now; {other_weights(backbone.name)} (run and resume: backbone.model=…, "
+                "backbone.weights=…)."
             )
 
     def state(self, layers: Mapping[str, Shaped], device: torch.device, prefix: str = "") -> ServerState:

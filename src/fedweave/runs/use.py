@@ -1,6 +1,6 @@
 """Using a trained model, of a run or a bundle, without the run's data: load it, test it, write it for others."""
 
-from collections.abc import Sequence
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -11,10 +11,9 @@ from fedweave.backbone.catalog import public_name
 from fedweave.backbone.features import compute_features
 from fedweave.backbone.load import load_backbone
 from fedweave.bundle.card import Origin, base_model
-from fedweave.bundle.export import describe, require_new, write_bundle, write_merged, write_soft
+from fedweave.bundle.export import describe, require_new, write_bundle
 from fedweave.bundle.hub import fetch_bundle, hub_repository
 from fedweave.bundle.load import is_bundle, load_bundle, verify_bundle
-from fedweave.bundle.programs import check_quantisation, write_gguf, write_mlx
 from fedweave.config import BackboneConfig, Config, from_tree, split_overrides
 from fedweave.console import Console
 from fedweave.data import load_data
@@ -141,54 +140,11 @@ def told_experts(folder: str | Path, tell: str | None) -> Experts | None:
     return limited(found, tell)
 
 
-def export_soft(
-    source: Path,
-    target: Path,
-    weights: Sequence[float],
-    last: bool = False,
-    checkpoint: int | None = None,
-    *,
-    model: str | None = None,
-    base: str | None = None,
-) -> None:
-    """Write one adapter for a fixed mixture of the experts of a run or a bundle."""
-    require_new(target)
-    write_soft(target, *_described(source, last, checkpoint, model, base), weights)
+Write = Callable[[Path, FedWeaveModel, Description], None]  # a form that a model can be written in
 
 
-def export_merged(
-    source: Path,
-    target: Path,
-    expert: int,
-    last: bool = False,
-    checkpoint: int | None = None,
-    *,
-    model: str | None = None,
-    base: str | None = None,
-) -> None:
-    """Write a dense model with one expert of a run or a bundle in its weights."""
-    require_new(target)
-    write_merged(target, *_described(source, last, checkpoint, model, base), expert)
-
-
-def export_gguf(
-    source: Path,
-    target: Path,
-    quantisation: str = "Q8_0",
-    expert: int | None = None,
-    last: bool = False,
-    checkpoint: int | None = None,
-    *,
-    model: str | None = None,
-    base: str | None = None,
-) -> None:
-    """Write a run's or a bundle's model for llama.cpp and Ollama: backbone and experts, or one expert merged."""
-    require_new(target)
-    check_quantisation(quantisation)
-    write_gguf(target, *_described(source, last, checkpoint, model, base), quantisation, expert)
-
-
-def export_mlx(
+def export_as(
+    write: Write,
     source: Path,
     target: Path,
     last: bool = False,
@@ -197,9 +153,10 @@ def export_mlx(
     model: str | None = None,
     base: str | None = None,
 ) -> None:
-    """Write the experts of a run or a bundle for MLX."""
+    """Write the model of a run or a bundle in a form without a router: :func:`write_soft`, :func:`write_merged`,
+    :func:`write_gguf` or :func:`write_mlx` of :mod:`fedweave.bundle`."""
     require_new(target)
-    write_mlx(target, *_described(source, last, checkpoint, model, base))
+    write(target, *_described(source, last, checkpoint, model, base))
 
 
 def _the_model(

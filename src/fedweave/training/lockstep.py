@@ -17,17 +17,14 @@ import torch
 
 from fedweave.backbone.load import Backbone
 from fedweave.config import TrainingConfig
+from fedweave.errors import UserError
 from fedweave.experts.mixture import Mixture
 from fedweave.kernels.entropy import token_nll
 from fedweave.kernels.lanes import spread
 from fedweave.router.mlp import RouterLayout
 from fedweave.training.batch import Lane, StepBatch, build_batch
+from fedweave.training.fit import Fit, pace_of
 from fedweave.training.graphs import GraphedSteps
-from fedweave.training.memory import Fit
-
-_LAUNCHES_PER_LAYER = 3e-3  # seconds that a host needs for one layer's forward and backward kernels
-_USUAL_RATE = 4e14  # FLOP/s that a step reaches on a large GPU
-_OVERLAP = 1.4  # launching and running hide each other only in part where they take equally long
 
 
 @dataclass
@@ -181,9 +178,10 @@ class LockstepTrainer:
     ):
         self.backbone, self.mixture, self.router = backbone, mixture, router
         self.config, self.dropout, self.router_rate = config, dropout, router_rate
-        # by size, whether columns are masked, and whether gates are given
-        self._groups: dict[tuple[int, bool, bool], LaneGroup] = {}
+        # by size, whether columns are masked, whether gates are given, and whether layers run again
+        self._groups: dict[tuple[int, bool, bool, bool], LaneGroup] = {}
         self.pace = 1.0  # share of the learning rates
+        self.checkpointing = config.checkpointing == "on"  # auto: whoever counts memory says so
         self._most: int | None = None  # lanes that went into memory, where not all did
         self.fits: dict[int, Fit] = {}  # how many of so many lanes march together
         self.warn: Callable[[str], None] = lambda sentence: None
@@ -191,21 +189,38 @@ class LockstepTrainer:
     def train(
         self, lanes: Sequence[Lane], lanes_per_step: int, on_step: Callable[[int], None] = lambda lanes: None
     ) -> Iterator[LaneResult]:
-        """Results in the order of ``lanes``. Running out of memory halves the group and goes on."""
+        """Results in the order of ``lanes``. Running out of memory halves the group and goes on; where a single
+        lane is too much its layers run again, unless that is switched off."""
         start, lanes_per_step = 0, min(lanes_per_step, self._most or lanes_per_step)
         while start < len(lanes):
             group = lanes[start : start + lanes_per_step]
             try:
                 finished = self._train_group(group, on_step)
             except torch.OutOfMemoryError:
-                if lanes_per_step == 1:
-                    raise
-                self.release()
-                self._most = lanes_per_step = (min(lanes_per_step, len(lanes)) + 1) // 2
-                self.warn(f"out of memory: {lanes_per_step} at a time from now on.")
+                self._make_room(min(lanes_per_step, len(lanes)))
+                lanes_per_step = self._most or lanes_per_step
                 continue
             yield from finished
             start += len(group)
+
+    def _make_room(self, lanes: int) -> None:
+        """After so many lanes did not fit; what trains next is not what ran out of memory."""
+        if lanes > 1:
+            self._most = (lanes + 1) // 2
+            self.warn(f"out of memory: {self._most} at a time from now on.")
+        elif self.config.checkpointing == "auto" and not self.checkpointing:
+            self.checkpointing = True
+            for fit in self.fits.values():
+                fit.checkpointing = True
+            self.warn("out of memory: layers run twice from now on (training.checkpointing).")
+        else:
+            raise UserError(
+                "out of memory with one client at a time"
+                + ("" if self.checkpointing else " and training.checkpointing=off")
+                + "; set a smaller training.batch_size or backbone.max_length, a smaller backbone.model, or fewer "
+                "experts.target_modules."
+            )
+        self.release()
 
     def _train_group(self, lanes: Sequence[Lane], on_step: Callable[[int], None]) -> list[LaneResult]:
         group, device = self._group_for(lanes), self.backbone.device
@@ -228,23 +243,18 @@ class LockstepTrainer:
     def _group_for(self, lanes: Sequence[Lane]) -> LaneGroup:
         """A group of this kind, kept with what it has recorded. Two kinds can take turns: full groups and the rest,
         or a method's two ways of training; a third drives both out."""
-        kind = (len(lanes), lanes[0].trainable is not None, lanes[0].gates is not None)
+        kind = (len(lanes), lanes[0].trainable is not None, lanes[0].gates is not None, self.checkpointing)
         if kind not in self._groups:
             if len(self._groups) == 2:
                 self.release()
-            self._groups[kind] = LaneGroup(self, *kind, self._recording_pays(lanes))
+            self._groups[kind] = LaneGroup(self, *kind[:3], self._recording_pays(lanes))
         return self._groups[kind]
 
     def _recording_pays(self, lanes: Sequence[Lane]) -> bool:
-        """Whether a step waits for its kernels to be launched. A recorded step has the shape of the largest, so
-        where running takes much longer it only adds work (H200, 3B: 4.8 s a round against 4.3 s)."""
         if self.backbone.device.type != "cuda" or not self.config.cuda_graphs:
             return False
         tokens = sum(len(lane.data.examples[i].ids) for lane in lanes for i in lane.schedule[0])
-        parameters = sum(p.numel() for p in self.backbone.model.parameters())
-        running = 4 * parameters * tokens / _USUAL_RATE
-        launching = _LAUNCHES_PER_LAYER * self.backbone.model.config.get_text_config().num_hidden_layers
-        return running < _OVERLAP * launching
+        return pace_of(self.backbone).recording_pays(tokens)
 
     def release(self) -> None:
         """Free parameters, optimiser state and recordings of all groups."""
@@ -268,11 +278,11 @@ class LockstepTrainer:
             per_sequence = weights.flatten(0, 1).index_select(0, batch.slot)  # [S, M]
             gates = spread(per_sequence, packed.sequence, packed.boundaries)[None]  # [1, T, M]
         with self.mixture.active(experts.leaves, gates, packed.lanes, batch.dropout):
-            hidden = self.backbone.hidden(packed)  # [T, d]
+            hidden = self.backbone.hidden(packed, again=self.checkpointing)  # [T, d]
         answers = hidden.index_select(0, batch.source)
         nll = token_nll(answers, self.backbone.head, batch.target, self.backbone.softcap)
         whose = batch.lane[None] == torch.arange(lanes, device=nll.device)[:, None]  # [K, n]
-        return whose.to(nll.dtype) @ (nll * batch.weight)
+        return torch.where(whose, nll * batch.weight, 0.0).sum(1)  # no product: NaN · 0 would be every lane's
 
 
 @torch.no_grad()

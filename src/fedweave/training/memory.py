@@ -1,74 +1,161 @@
-"""How many lanes fit into the device's memory at once."""
+"""What a training step takes of memory, counted from shapes: for ``clients_per_step=auto`` and ``fedweave budget``.
+
+    backbone      the frozen weights
+    clients       of every trained number a float32 master, start, gradient and two moments, and in half precision a
+                  copy of it and of its gradient
+    activations   what every layer keeps for the backward pass
+    passing       what lives for a moment, at worst: a block of logits, or gradients within the last layer
+
+A layer keeps, per token, in numbers of the backbone's precision (d hidden width, q and k the widths of all query
+and key heads, I the MLP's, R̄ = M·r + R the rows of a stacked expert):
+
+                                            backbone/decoder.py     transformers, in half precision
+    residual stream, inputs of norms        2 d (Gemma: 4 d)        2 d for each norm: they are float32
+    inputs of adapted layers                –, computed again       d (q, k, v), d (gate, up), I (down)
+    q, k, v, what attention gives           2 q + 2 k               2 q + 2 k
+    q, k, v before norms of heads           q + 2 k                 2 q + 2 k
+    gate and up, and what they give         2 I                     3 I
+    A x and g ⊙ A x of adapted layers       2 R̄ each                2 R̄ each
+    sums of softmax and norms, float32      heads + 2               heads + 2
+
+With checkpointing it keeps d, and one layer at a time keeps all of that.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import TYPE_CHECKING
 
-import numpy as np
-import torch
-
-from fedweave.backbone.load import Backbone
-from fedweave.training.batch import Lane
+from fedweave.kernels.attention import WIDEST
+from fedweave.kernels.entropy import BLOCK_ELEMENTS
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
-_USABLE = 0.8  # of the free memory; the rest is for what a step allocates in passing
-_CPU_TOKENS = 4096  # a longer step is no faster on a CPU
-_PER_PARAMETER = 24  # bytes: value, gradient, two moments and start in float32, a copy and its gradient in bfloat16
+# Measured, not derived (docs/budget.md): what libraries keep on a GPU for their products; on a CPU Python with
+# torch and transformers, and what the C library's allocator keeps in holes between tensors.
+_LIBRARIES = 0.15 * 2**30
+_PROCESS = 490 * 2**20
+_HOLES = 1.5
 
 
-def activation_numbers(config: PretrainedConfig, fused: bool) -> int:
-    """Numbers kept for the backward pass, per token: those that ``backbone/decoder.py`` keeps, or about 12
-    hidden-wide and 4 MLP-wide tensors a layer where transformers' own layers run."""
-    width, inner = config.hidden_size, config.intermediate_size
-    if not fused:
-        return config.num_hidden_layers * (12 * width + 4 * inner)
-    head = getattr(config, "head_dim", None) or width // config.num_attention_heads
-    queries, keys = config.num_attention_heads * head, config.num_key_value_heads * head
-    return config.num_hidden_layers * (2 * width + 2 * queries + 2 * keys + 2 * inner)
-
-
-def joined_numbers(config: PretrainedConfig) -> int:
-    """Weights of the products that ``backbone/decoder.py`` joins, of which a CPU keeps both forms."""
-    width, head = config.hidden_size, getattr(config, "head_dim", None)
-    head = head or width // config.num_attention_heads
-    outputs = (config.num_attention_heads + 2 * config.num_key_value_heads) * head + 2 * config.intermediate_size
-    return config.num_hidden_layers * width * outputs
-
-
-def cpu_tokens(per_token: float) -> int:
-    """Most tokens of a step on a CPU; ``per_token`` are the bytes that each keeps."""
-    return min(_CPU_TOKENS, max(512, int(4e9 / per_token)))
-
-
-@dataclass
-class Fit:
-    """How many lanes march together, and why."""
+@dataclass(frozen=True)
+class Step:
+    """So many lanes that march together."""
 
     lanes: int
-    why: str
+    tokens: float  # of all lanes
+    trained: int  # numbers that each lane trains
+    answers: float = 1 / 3  # share of the tokens that are predicted
+    longest: float = 3.0  # sequence, as a multiple of the mean one
+    mean: float = 115.0  # tokens of a sequence
+
+    def times(self, lanes: int) -> Step:
+        """So many of it."""
+        return replace(self, lanes=lanes * self.lanes, tokens=lanes * self.tokens)
+
+    @property
+    def most_tokens(self) -> float:
+        """Of the longest of ten such steps, of n sequences each: lengths vary by about 0.65 of their mean, sums of
+        n by 0.65 / √n of theirs, and the largest of ten lies 1.54 deviations above the mean."""
+        return self.tokens * (1 + (self.mean / max(self.tokens, self.mean)) ** 0.5)
 
 
-def lanes_that_fit(backbone: Backbone, lanes: Sequence[Lane], asked: int | str) -> Fit:
-    """As many as asked for, or as the free memory holds."""
-    if asked != "auto":
-        return Fit(int(asked), f"training.clients_per_step={asked}")
-    mean = float(np.mean([len(e.ids) for lane in lanes for e in lane.data.examples]))
-    longest = max(1, *(len(step) for lane in lanes for step in lane.schedule))
-    tokens = mean * longest  # of one lane's step
-    config = backbone.model.config.get_text_config()
-    per_token = activation_numbers(config, backbone.decoder is not None) * backbone.head.element_size()
-    if backbone.device.type != "cuda":
-        limit = cpu_tokens(per_token)
-        return Fit(max(1, int(limit / tokens)), f"{limit} tokens in a step")
-    parameters = lanes[0].theta.numel() + (lanes[0].phi.numel() if lanes[0].phi is not None else 0)
-    parameters *= longest if lanes[0].shield is not None else 1  # every example has a gradient of its own
-    each = tokens * per_token + _PER_PARAMETER * parameters
-    free, _ = torch.cuda.mem_get_info(backbone.device)
-    free += torch.cuda.memory_reserved(backbone.device) - torch.cuda.memory_allocated(backbone.device)
-    return Fit(
-        max(1, int(_USABLE * free / each)), f"about {each / 2**30:.2f} GiB each, {free / 2**30:.0f} GiB free"
-    )
+@dataclass(frozen=True)
+class StepMemory:
+    """The count for one model with what it carries."""
+
+    config: PretrainedConfig  # of its text side
+    fused: bool  # whether backbone/decoder.py runs it
+    element: int  # bytes of a number
+    adapted: tuple[str, ...] = ()  # names of the layers that carry experts
+    rows: int = 0  # M·r + R
+
+    # ---------------------------------------------------------------------------------- per token
+
+    @property
+    def _head(self) -> int:
+        return getattr(self.config, "head_dim", None) or self.config.hidden_size // self.config.num_attention_heads
+
+    @property
+    def _widths(self) -> tuple[int, int, int, int]:
+        """d, q, k and I."""
+        c = self.config
+        return (
+            c.hidden_size,
+            c.num_attention_heads * self._head,
+            c.num_key_value_heads * self._head,
+            c.intermediate_size,
+        )
+
+    def layer_numbers(self, step: Step | None = None) -> float:
+        """What one layer keeps of a token."""
+        d, q, k, inner = self._widths
+        kind, wide = self.config.model_type, 4 / self.element  # a float32 in numbers of this precision
+        reduced = 2 * self.rows * len(self.adapted) / self.config.num_hidden_layers
+        kept = 2 * q + 2 * k + reduced + (self.config.num_attention_heads + 2) * wide
+        kept += self._scores(step)
+        normed, framed = kind.startswith(("qwen3", "gemma3")), kind.startswith("gemma")
+        if self.fused:
+            return kept + (4 if framed else 2) * d + 2 * inner + normed * (q + 2 * k)
+        norms = (4 if framed else 2) * d + normed * (q + k)
+        if self.element == 4:
+            norms = 2 * d  # the stream itself
+        kinds = {name.split(".")[-1] for name in self.adapted}
+        kept += d * bool(kinds & {"q_proj", "k_proj", "v_proj", "qkv_proj"})
+        kept += d * bool(kinds & {"gate_proj", "up_proj", "gate_up_proj"}) + inner * ("down_proj" in kinds)
+        return kept + norms * wide + 3 * inner
+
+    def _scores(self, step: Step | None) -> float:
+        """Where no kernel caps the scores of attention they are written out, for sequences padded to the longest:
+        tanh and softmax in float32, softmax once more, and padded q, k and v."""
+        if step is None or not getattr(self.config, "attn_logit_softcapping", None) or self._head <= WIDEST:
+            return 0.0
+        written = self.config.num_attention_heads * step.longest * step.mean * (1 + 8 / self.element)
+        return step.longest * (written + 3 * self._widths[1])
+
+    def token_bytes(self, checkpointing: bool = False, step: Step | None = None) -> float:
+        """Bytes that a token keeps for the backward pass."""
+        layers, one = self.config.num_hidden_layers, self.layer_numbers(step)
+        last = 2 * self._widths[0]  # of the final norm: its input and what it gives
+        return self.element * (last + (layers * self._widths[0] + one if checkpointing else layers * one))
+
+    @property
+    def passing_bytes(self) -> float:
+        """Bytes of a token's gradients at a layer's widest place: between the MLP's products, or in attention."""
+        d, q, k, inner = self._widths
+        return self.element * (2 * d + max(3 * inner, 3 * q + 4 * k))
+
+    # ---------------------------------------------------------------------------------- at the peak
+
+    def training(self, step: Step, checkpointing: bool = False, cpu: bool = False) -> dict[str, float]:
+        """Bytes beside the backbone at the peak of a step: tensors on a GPU; on a CPU, which also holds logits and
+        their gradient at once, with the holes between them."""
+        tokens = step.most_tokens
+        logits = min(BLOCK_ELEMENTS, step.answers * tokens * self.config.vocab_size) * self.element * (1 + cpu)
+        per_number = 20 + (2 * self.element if self.element < 4 else 0)
+        return {
+            "clients": float(step.lanes * step.trained * per_number),
+            "activations": tokens * self.token_bytes(checkpointing, step) * (_HOLES if cpu else 1.0),
+            "passing": max(logits, tokens * self.passing_bytes) + (0 if cpu else _LIBRARIES),
+        }
+
+    def process(self, parameters: int, step: Step, checkpointing: bool = False) -> dict[str, float]:
+        """The same of a CPU's whole process, which keeps joined products in both forms."""
+        backbone = float((parameters + self.joined) * self.element)
+        return {"process": float(_PROCESS), "backbone": backbone, **self.training(step, checkpointing, cpu=True)}
+
+    def loading(self, parameters: int) -> float:
+        """Bytes of a CPU's process while its products are joined: all weights as read and as they will be."""
+        return _PROCESS + float((2 * parameters + self.joined) * self.element)
+
+    @cached_property
+    def joined(self) -> int:
+        """Weights of the products that ``backbone/decoder.py`` joins."""
+        d, q, k, inner = self._widths
+        return self.config.num_hidden_layers * d * (q + 2 * k + 2 * inner) if self.fused else 0
+
+
+def in_all(parts: dict[str, float]) -> float:
+    return sum(parts.values())

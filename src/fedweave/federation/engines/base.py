@@ -15,7 +15,7 @@ from fedweave.federation.admission import Door, Receipts, Sealed
 from fedweave.federation.client import Member
 from fedweave.federation.masks import masked_ask
 from fedweave.federation.message import Message
-from fedweave.federation.steps import Asked, R, Reply
+from fedweave.federation.steps import Asked, R, Reply, Summed
 
 
 class Engine(ABC):
@@ -47,7 +47,7 @@ class Engine(ABC):
         """Put a question to these clients; what they reply, as it comes and once the door has let it in."""
         question.facts.setdefault("t", 0)
         heard = receipts or Receipts()
-        if self.config.federation.secure_aggregation and step.masked:
+        if self.config.federation.secure_aggregation and isinstance(step, Summed):
             yield from masked_ask(self, step, members, question, heard)
         else:
             yield from self.hear(step, step, members, question, heard)

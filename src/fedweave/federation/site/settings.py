@@ -20,12 +20,18 @@ class ModelSettings:
     dtype: Literal["auto", "float32", "bfloat16"] = setting(
         "auto", "Weights of the backbone: auto is bfloat16 on CUDA and float32 on a CPU."
     )
+    weights: Literal["dense", "stored", "nf4", "nf4-double"] | None = setting(
+        None, "How they stay in memory (docs/backbones.md), where that is not for the federation to say."
+    )
     download: bool = setting(False, "Let the model be fetched once; without it nothing calls out.")
 
 
 def own_files(settings: ModelSettings | BackboneConfig) -> dict[str, Any]:
-    """The part of a backbone's settings that is a site's own, and never the federation's."""
-    return {key: getattr(settings, key) for key in ("model", "revision", "device", "dtype")}
+    """The part of a backbone's settings that is a site's own, and never the federation's; how weights stay in
+    memory is only where it says so."""
+    own = {key: getattr(settings, key) for key in ("model", "revision", "device", "dtype")}
+    weights = settings.weights if isinstance(settings, ModelSettings) else None
+    return own if weights is None else own | {"weights": weights}
 
 
 @dataclass(frozen=True)

@@ -157,7 +157,8 @@ class Models:
     def get(self, config: BackboneConfig) -> Backbone:
         if config in self._views:
             return self._views[config]
-        same = next((view for known, view in self._views.items() if own_files(known) == own_files(config)), None)
+        own = (own_files(config), config.weights)
+        same = next((view for known, view in self._views.items() if (own_files(known), known.weights) == own), None)
         if same is None:
             self._views.clear()  # a site has room for one
             self._views[config] = load_backbone(config)

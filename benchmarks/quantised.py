@@ -1,0 +1,92 @@
+"""Memory and time of a run whose backbone stays quantised, beside the same run with plain weights.
+
+    python -m benchmarks.quantised [--weights dense,stored,nf4] [--output FILE] [key=value …]
+
+Every kind of ``backbone.weights`` is a whole run of the quickstart in a process of its own: features, discovery,
+rounds and test. Overrides choose the model and the size, as in ``backbone.model=FILE.gguf training.rounds=1``.
+Printed are the process's peak memory, what the weights alone take, seconds of the run and of its phases, the best
+validation loss, and each as a ratio to the first kind. A GGUF file is read once before anything is measured.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import resource
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+
+def one(weights: str, overrides: list[str]) -> dict[str, float]:
+    """A whole run, here."""
+    from fedweave.backbone.quantised import bytes_of
+    from fedweave.config import load_config
+    from fedweave.console import Console
+    from fedweave.runs import workspace
+    from fedweave.runs.run import start
+
+    loaded = []
+    load = workspace.load_backbone
+    workspace.load_backbone = lambda config: loaded.append(load(config)) or loaded[-1]  # type: ignore[func-returns-value]
+    with tempfile.TemporaryDirectory() as folder:
+        config = load_config("quickstart", [*overrides, f"backbone.weights={weights}"])
+        summary = start(config, Path(folder) / "run", Console(quiet=True))
+    timing = summary["timing"]
+    if (device := loaded[0].device).type == "cuda":
+        import torch
+
+        peak = torch.cuda.max_memory_allocated(device) / 2**20
+    else:
+        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+    return {
+        "peak_mib": round(peak),
+        "weights_mib": round(bytes_of(loaded[0].model) / 2**20),
+        "seconds": round(timing["total_s"], 1),
+        **{f"{name}_s": round(seconds, 1) for name, seconds in timing["phases_s"].items()},
+        "loss": round(summary["validation"]["best_loss"], 4),
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--weights", type=lambda text: text.split(","), default=["dense", "stored"])
+    parser.add_argument("--output", type=Path)
+    parser.add_argument("--child", help=argparse.SUPPRESS)
+    args, overrides = parser.parse_known_args()
+    if args.child:
+        print(json.dumps(one(args.child, overrides)))
+        return
+    for weights in args.weights:  # what is made once is made now
+        _run(["-c", _READ, weights, *overrides])
+    results: dict[str, dict[str, float]] = {}
+    for weights in args.weights:
+        out = _run(["-m", "benchmarks.quantised", "--child", weights, *overrides])
+        results[weights] = json.loads(out.splitlines()[-1])
+        print(f"{weights:10} {results[weights]}", flush=True)
+    first = results[args.weights[0]]
+    for weights in args.weights[1:]:
+        ratios = {name: round(x / first[name], 3) for name, x in results[weights].items() if first.get(name)}
+        print(f"{weights} / {args.weights[0]}: {ratios}")
+    if args.output:
+        args.output.write_text(json.dumps({"overrides": overrides, **results}, indent=1) + "\n", encoding="utf-8")
+
+
+_READ = """
+import sys
+from fedweave.backbone.load import load_prompts
+from fedweave.config import load_config
+load_prompts(load_config("quickstart", [*sys.argv[2:], "backbone.weights=" + sys.argv[1]]).backbone)
+"""
+
+
+def _run(arguments: list[str]) -> str:
+    done = subprocess.run([sys.executable, *arguments], capture_output=True, text=True)
+    if done.returncode:
+        sys.exit(done.stderr)
+    return done.stdout
+
+
+if __name__ == "__main__":
+    main()

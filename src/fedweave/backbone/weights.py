@@ -1,0 +1,71 @@
+"""A backbone's weights as ``backbone.weights`` wants them, and a hash over all of them."""
+
+from __future__ import annotations
+
+import hashlib
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+
+from fedweave.backbone.announced import check_finite, check_room, skeleton
+from fedweave.backbone.catalog import Located
+from fedweave.backbone.quantised import as_nf4, from_gguf, kept_weights, load_quantised, predicted_bytes
+from fedweave.config import BackboneConfig
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig, PreTrainedModel
+
+
+def load_model(
+    config: BackboneConfig,
+    located: Located,
+    announced: PretrainedConfig,
+    dtype: torch.dtype,
+    device: torch.device,
+) -> PreTrainedModel:
+    """The model with its weights, all of them there and finite, on the device."""
+    shapes = skeleton(announced, config.model)
+    check_room(predicted_bytes(shapes, config.weights, dtype.itemsize, located.gguf), device, config.model)
+    if located.gguf is not None:
+        model = load_quantised(announced, from_gguf(located.gguf, announced), dtype, device)
+    elif config.weights.startswith("nf4"):
+        source = as_nf4(Path(located.path), config.weights == "nf4-double", device)
+        model = load_quantised(announced, source, dtype, device)
+    else:
+        model = _load_dense(located.path, dtype).to(device)
+    check_finite(kept_weights(model, unpacked=False))
+    return model
+
+
+def _load_dense(path: str, dtype: torch.dtype) -> PreTrainedModel:
+    from transformers import AutoModelForCausalLM
+
+    model, info = AutoModelForCausalLM.from_pretrained(
+        path, dtype=dtype, output_loading_info=True, trust_remote_code=False, use_safetensors=True
+    )
+    if info["missing_keys"]:
+        raise ValueError(f"the files lack {sorted(info['missing_keys'])[0]}")
+    if info["mismatched_keys"]:
+        raise ValueError(f"{min(map(str, info['mismatched_keys']))} has another shape than the config says")
+    return model
+
+
+@torch.no_grad()
+def weights_hash(model: torch.nn.Module, portable: bool = False) -> str:
+    """A hash over every bit of every parameter and buffer, fast enough to take before and after a run; ``portable``
+    takes their values rounded to bfloat16, whatever they are loaded in and however they are kept."""
+    lines = []
+    for name, tensor in kept_weights(model, unpacked=portable):
+        values = tensor.contiguous().reshape(-1)
+        if portable and values.is_floating_point():
+            values = values.to(torch.bfloat16)
+        bits = values.view({1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[values.element_size()])
+        total = mixed = 0
+        for start in range(0, len(bits), 1 << 24):
+            chunk = bits[start : start + (1 << 24)].long()
+            weights = torch.arange(start + 1, start + 1 + len(chunk), device=chunk.device) % 65521
+            total += int(chunk.sum())
+            mixed += int((chunk * weights).sum())
+        lines.append(f"{name} {tuple(tensor.shape)} {values.dtype} {total} {mixed}\n")
+    return hashlib.sha256("".join(sorted(lines)).encode()).hexdigest()

@@ -1,0 +1,130 @@
+"""Products with a frozen weight W [m, n]:  x Wᵀ, and on the way back  dy W.
+
+A weight is a tensor, or it stays quantised (:class:`Resident`): then each product writes its numbers into scratch
+memory that all weights of a model take turns in, uses them and forgets them; the way back writes them once more.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Protocol
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from fedweave.kernels import Context
+from fedweave.kernels.dequantise import Quantised
+
+# Most numbers of a weight that are written out at once; what is larger, like an output layer, goes by its rows.
+AT_ONCE = {"cpu": 1 << 24, "cuda": 1 << 27}
+
+
+class Scratch:
+    """Memory for one weight's numbers. It keeps its address once it is used, for recorded steps know it by that."""
+
+    def __init__(self, device: torch.device, dtype: torch.dtype):
+        self.device, self.dtype = device, dtype
+        self._numbers = 0
+        self._memory: Tensor | None = None
+
+    def reserve(self, numbers: int) -> None:
+        """Whoever will ask for memory says so first."""
+        if numbers > self._numbers:
+            self._numbers, self._memory = numbers, None
+
+    def take(self, rows: int, columns: int) -> Tensor:
+        """[rows, columns], until somebody else takes it."""
+        if self._memory is None:
+            self._memory = torch.empty(self._numbers, dtype=self.dtype, device=self.device)
+        return self._memory[: rows * columns].view(rows, columns)
+
+
+class Resident:
+    """A weight [m, n] that stays as it is kept: quantised matrices, or plain ones among them, one below another."""
+
+    def __init__(self, parts: Sequence[Quantised | Tensor], scratch: Scratch):
+        self.parts, self.scratch, self.dtype = parts, scratch, scratch.dtype
+        self.shape = torch.Size((sum(part.shape[0] for part in parts), parts[0].shape[1]))
+        limit = AT_ONCE[scratch.device.type]
+        self._whole = self.shape.numel() <= limit
+        self._rows = len(self) if self._whole else max(1, limit // self.shape[1])
+        scratch.reserve(self._rows * self.shape[1])
+
+    def __len__(self) -> int:
+        return self.shape[0]
+
+    def _blocks(self) -> Iterator[tuple[slice, Tensor]]:
+        """(rows, their numbers), one block after another in the same scratch memory; all of them where they fit."""
+        if self._whole:
+            yield slice(0, len(self)), self._write(self.parts)
+            return
+        start = 0
+        for part in self.parts:
+            for first in range(0, part.shape[0], self._rows):
+                some = slice(first, min(first + self._rows, part.shape[0]))
+                taken = part.rows(some) if isinstance(part, Quantised) else part[some]
+                yield slice(start + first, start + some.stop), self._write([taken])
+            start += part.shape[0]
+
+    def _write(self, parts: Sequence[Quantised | Tensor]) -> Tensor:
+        memory, start = self.scratch.take(sum(part.shape[0] for part in parts), self.shape[1]), 0
+        for part in parts:
+            place = memory[start : start + part.shape[0]]
+            part.write(place) if isinstance(part, Quantised) else place.copy_(part)
+            start += part.shape[0]
+        return memory
+
+    def times(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
+        # not a view of what is computed: experts are added to it in place, and autograd allows no view of ours
+        y, rows = x.new_empty(*x.shape[:-1], len(self)), x.flatten(0, -2)
+        for some, numbers in self._blocks():
+            out = y.flatten(0, -2)[:, some]
+            if bias is None:
+                torch.mm(rows, numbers.T, out=out)
+            else:
+                torch.addmm(bias[some], rows, numbers.T, out=out)
+        return y
+
+    def back(self, dy: Tensor) -> Tensor:
+        dx, rows = dy.new_empty(*dy.shape[:-1], self.shape[1]), dy.flatten(0, -2)
+        for some, numbers in self._blocks():
+            out = dx.flatten(0, -2)
+            if some.start == 0:
+                torch.mm(rows[:, some], numbers, out=out)
+            else:
+                out.addmm_(rows[:, some], numbers)
+        return dx
+
+
+Weight = Tensor | Resident
+
+
+def times(x: Tensor, weight: Weight) -> Tensor:
+    """x Wᵀ without a gradient: [..., n] to [..., m]."""
+    return x @ weight.T if isinstance(weight, Tensor) else weight.times(x)
+
+
+def back(dy: Tensor, weight: Weight) -> Tensor:
+    """dy W: [..., m] to [..., n]."""
+    return dy @ weight if isinstance(weight, Tensor) else weight.back(dy)
+
+
+def linear(x: Tensor, weight: Weight, bias: Tensor | None) -> Tensor:
+    """x Wᵀ + bias, [..., n] to [..., m]."""
+    return F.linear(x, weight, bias) if isinstance(weight, Tensor) else _Linear.apply(x, weight, bias)
+
+
+class _Kept(Context, Protocol):
+    weight: Resident
+
+
+class _Linear(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: _Kept, x: Tensor, weight: Resident, bias: Tensor | None) -> Tensor:
+        ctx.weight = weight
+        return weight.times(x, bias)
+
+    @staticmethod
+    def backward(ctx: _Kept, *grads: Tensor) -> tuple[Tensor, None, None]:
+        return ctx.weight.back(grads[0]), None, None

@@ -1,0 +1,45 @@
+"""The fused decoder and transformers' own layers learn the same, with experts on every linear layer."""
+
+import pytest
+import torch
+
+from fedweave.backbone.decoder import FAMILIES as FUSED
+from fedweave.experts.layout import AdapterLayout
+from fedweave.router.mlp import RouterLayout
+from tests.conftest import FAMILIES
+from tests.helpers import make_lanes, make_trainer
+
+ALL = ("all-linear",)
+
+
+def train(backbone, targets, lanes, layout, router):
+    trainer, mixture = make_trainer(backbone, layout, router, 0.1, targets=targets)
+    results = list(trainer.train(lanes, len(lanes)))
+    mixture.detach()
+    return results
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_both_ways_learn_the_same_on_every_layer(backbone_of, family, smooth_optimiser):
+    fused, plain = backbone_of(family), backbone_of(family, fused=False)
+    assert fused.decoder is not None and plain.decoder is None and fused.model.config.model_type in FUSED
+    layout = AdapterLayout.of(fused.linear_layers(ALL), 4, 3)
+    assert len(layout.names) == 2 * (4 if family == "phi3" else 7)
+    router = RouterLayout(fused.width, 16, 3)
+    lanes = make_lanes(fused, layout, router, clients=3, steps=3)
+    for mine, theirs in zip(*(train(b, ALL, lanes, layout, router) for b in (fused, plain)), strict=True):
+        assert (mine.delta_theta - theirs.delta_theta).abs().max() <= 2e-5
+        assert (mine.delta_phi - theirs.delta_phi).abs().max() <= 2e-5
+        assert mine.losses == pytest.approx(theirs.losses, abs=1e-5)
+        moved = [part.abs().max() for part in layout.b_blocks(mine.delta_theta)]
+        assert min(moved) > 1e-3, "a layer that learned nothing tests nothing"
+
+
+@pytest.mark.parametrize("targets", [("down_proj",), ("o_proj", "up_proj"), ("mlp.gate_proj", "k_proj")])
+def test_any_list_of_layers(backbone_of, targets, smooth_optimiser):
+    fused, plain = backbone_of("llama"), backbone_of("llama", fused=False)
+    layout = AdapterLayout.of(fused.linear_layers(targets), 4, 2)
+    router = RouterLayout(fused.width, 16, 2)
+    lanes = make_lanes(fused, layout, router, clients=2, steps=2)
+    for mine, theirs in zip(*(train(b, targets, lanes, layout, router) for b in (fused, plain)), strict=True):
+        torch.testing.assert_close(mine.delta_theta, theirs.delta_theta, atol=2e-5, rtol=1e-4)

@@ -1,0 +1,78 @@
+"""How many lanes march together, and when layers run twice instead."""
+
+import numpy as np
+import pytest
+from transformers import LlamaConfig
+
+from fedweave.config import TrainingConfig
+from fedweave.experts.layout import AdapterLayout
+from fedweave.router.mlp import RouterLayout
+from fedweave.training.fit import choose, lanes_that_fit, most_lanes
+from fedweave.training.memory import Step, StepMemory
+from fedweave.training.pace import Pace
+from tests.helpers import TARGETS, make_lanes
+
+SMALL = LlamaConfig(
+    hidden_size=576, num_hidden_layers=30, num_attention_heads=9, num_key_value_heads=3, head_dim=64,
+    intermediate_size=1536, vocab_size=49152,
+)  # fmt: skip
+LARGE = LlamaConfig(
+    hidden_size=4096, num_hidden_layers=32, num_attention_heads=32, num_key_value_heads=8, head_dim=128,
+    intermediate_size=14336, vocab_size=128256,
+)  # fmt: skip
+ONE = Step(1, 920, 2_000_000)
+GIB = 2**30
+
+
+def fit(config: LlamaConfig, parameters: float, gib: float, lanes: int = 20, **training: str | int | bool):
+    memory, pace = StepMemory(config, True, 2, (), 0), Pace(int(parameters), config.num_hidden_layers)
+    return choose(memory, pace, ONE, lanes, gib * GIB, TrainingConfig(**training))
+
+
+def test_on_a_cpu_a_step_has_so_many_tokens(backbone):
+    layout = AdapterLayout.of(backbone.linear_layers(TARGETS), 4, 3)
+    lanes = make_lanes(backbone, layout, RouterLayout(backbone.width, 16, 3), clients=3)
+    assert lanes_that_fit(backbone, layout, lanes, TrainingConfig(clients_per_step=7)).lanes == 7
+    roomy = lanes_that_fit(backbone, layout, lanes, TrainingConfig())
+    mean = np.mean([len(e.ids) for lane in lanes for e in lane.data.examples])
+    assert roomy.lanes == int(4096 / (mean * 4)) and "4096 tokens" in roomy.why and not roomy.checkpointing
+    assert lanes_that_fit(backbone, layout, lanes, TrainingConfig(checkpointing="on")).checkpointing
+
+
+def test_nothing_runs_twice_where_everything_fits():
+    found = fit(LARGE, 8e9, gib=130)
+    assert (found.lanes, found.checkpointing) == (20, False)
+
+
+def test_a_large_model_is_split_before_its_layers_run_twice():
+    found = fit(LARGE, 8e9, gib=30)
+    assert 1 < found.lanes < 20 and not found.checkpointing
+    assert fit(LARGE, 8e9, gib=30, checkpointing="on").lanes > found.lanes
+
+
+def test_a_small_model_runs_its_layers_twice_before_it_is_split_into_many_groups():
+    found = fit(SMALL, 1.3e8, gib=2.8)
+    assert (found.lanes, found.checkpointing) == (20, True) and "layers run twice" in found.why
+    assert fit(SMALL, 1.3e8, gib=2.8, checkpointing="off").lanes < 7
+    assert not fit(SMALL, 1.3e8, gib=6).checkpointing, "two groups cost less"
+
+
+def test_what_does_not_fit_at_all_otherwise_runs_its_layers_twice():
+    found = fit(LARGE, 8e9, gib=2.5)
+    assert found.checkpointing and found.lanes >= 1
+    assert fit(LARGE, 8e9, gib=2.5, checkpointing="off").lanes == 1  # running out of memory says the rest
+
+
+@pytest.mark.parametrize(("asked", "again"), [(2, False), (20, True)])
+def test_a_number_that_was_asked_for_stays(asked, again):
+    found = fit(LARGE, 8e9, gib=30, clients_per_step=asked)
+    assert (found.lanes, found.checkpointing) == (asked, again)
+
+
+@pytest.mark.parametrize("again", [False, True])
+def test_most_lanes_is_the_largest_that_fits(again):
+    memory = StepMemory(LARGE, True, 2, (), 0)
+    most = most_lanes(memory, ONE, 40 * GIB, again)
+    takes = [sum(memory.training(ONE.times(n), again).values()) for n in (most, most + 1)]
+    assert takes[0] <= 40 * GIB < takes[1]
+    assert most_lanes(memory, ONE, 1.0, again) == 0
