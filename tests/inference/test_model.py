@@ -6,6 +6,7 @@ import pytest
 import torch
 from transformers import GenerationConfig
 
+from fedweave.backbone.features import compute_features
 from fedweave.errors import UserError
 from fedweave.inference import record
 from fedweave.inference.generate import generate
@@ -73,6 +74,21 @@ def test_prompts_may_be_as_long_as_the_model_takes(tiny_run, says):
     with pytest.warns(UserWarning, match="1 of 2 prompts lost their beginning: 504 tokens fit"):
         answers = model.generate([text, text * 5], max_new_tokens=8)
     assert [a.truncated for a in answers] == [False, True]
+
+
+def test_a_prompt_with_several_answers_is_routed_once(model, monkeypatch):
+    one, other = model.backbone.prompts.encode_prompts(PROMPTS[:2])
+    expected, doubts = model.judge([one, other])
+    read: list[int] = []
+
+    def counted(backbone, prompts, *more):
+        read.append(len(prompts))
+        return compute_features(backbone, prompts, *more)
+
+    monkeypatch.setattr("fedweave.inference.model.compute_features", counted)
+    found, again = model.judge([one, one, other, one])
+    assert read == [2] and again == [doubts[0], doubts[0], doubts[1], doubts[0]]
+    torch.testing.assert_close(found, expected[[0, 0, 1, 0]])
 
 
 def test_a_model_says_what_it_is(model):

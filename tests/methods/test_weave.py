@@ -11,7 +11,8 @@ from fedweave.config import Config, from_tree, load_config
 from fedweave.errors import UserError
 from fedweave.federation.rounds import federate
 from fedweave.methods import build_method
-from fedweave.methods.familiar import distance, farther, fit
+from fedweave.methods.familiar import count_far, crossed, distance, farther, fit, reach, spanned
+from fedweave.router.mlp import outside
 from fedweave.settings import to_tree
 from fedweave.training.narrow import Narrow
 from tests.federations import make_engine, run, with_method
@@ -302,25 +303,37 @@ def test_what_is_familiar_comes_from_sums_over_clients(woven, backbone):
     torch.testing.assert_close(found, outside, atol=1e-3, rtol=1e-3)
 
 
-def test_how_much_farther_new_prompts_lie_shows_in_the_sums_of_two_halves():
-    """Prompts of a narrow cloud in much noise: the quantile of those that were fitted is too tight, and the factor
-    brings it to where new ones lie."""
+def test_new_prompts_lie_within_the_limit_as_often_as_was_asked_for():
+    """Prompts of a narrow cloud, a tenth of them with much noise: far more new ones than asked for lie beyond what
+    those that were fitted would tell, and about as many beyond the limit."""
     random = torch.Generator().manual_seed(0)
     mixing = torch.randn(40, 8, generator=random, dtype=torch.float64)
 
     def prompts(n: int) -> torch.Tensor:
         noise = torch.randn(n, 40, generator=random, dtype=torch.float64)
-        return torch.randn(n, 8, generator=random, dtype=torch.float64) @ mixing.T + noise
+        loud = 1 + 2 * (torch.rand(n, 1, generator=random) < 0.1)
+        return torch.randn(n, 8, generator=random, dtype=torch.float64) @ mixing.T + loud * noise
 
     def moments(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         return x.mean(0), x.T @ x / len(x)
 
-    known, new = prompts(120), prompts(4000)
-    span = fit(*moments(known), 12)
-    lies = distance(span, *moments(new)) / span.distance
-    means, seconds = zip(*(moments(known[half::2]) for half in (0, 1)), strict=True)
-    assert distance(span, *moments(known)) == pytest.approx(span.distance)
-    assert lies > 1.2 and farther(list(means), list(seconds), 12) == pytest.approx(lies, rel=0.1)
+    wrong, naive, ratios = [], [], []
+    for _ in range(20):
+        known, new = prompts(120), prompts(2000)
+        span = fit(*moments(known), 12)
+        means, seconds = (torch.stack(part) for part in zip(*(moments(known[h::2]) for h in (0, 1)), strict=True))
+        halves = [fit(means[h], seconds[h], 12) for h in (0, 1)]
+        far = crossed(halves, means, seconds)
+        assert distance(span, *moments(known)) == pytest.approx(span.distance)
+        ratios.append(farther(halves, far) * span.distance / distance(span, *moments(new)))
+        counts = count_far(known, spanned(halves), far)
+        limit = reach(counts, 0.95) * span.distance * farther(halves, far)
+        outer = outside(new, span.mean, span.scale, span.axes)
+        wrong.append(float((outer > limit).double().mean()))
+        fitted = outside(known, span.mean, span.scale, span.axes)
+        naive.append(float((outer > fitted.quantile(0.95)).double().mean()))
+    assert sum(naive) / 20 > 0.1 and sum(ratios) / 20 == pytest.approx(1, abs=0.15)
+    assert sum(wrong) / 20 == pytest.approx(0.05, abs=0.02)
 
 
 @pytest.mark.parametrize("key", ["router.gate=sure", "experts.rest=0.1"])

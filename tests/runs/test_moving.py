@@ -48,6 +48,16 @@ def test_a_run_goes_on_where_its_data_and_model_lie_now(moved, complains, says, 
     says("generate", run, "Hi", "--max-new-tokens", 2)  # the places are remembered
 
 
+def test_a_run_is_weighed_and_diagnosed_with_a_backbone_that_lies_elsewhere(tiny_copy, complains, says, tmp_path):
+    run, gone = tiny_copy(), tmp_path / "gone"
+    model = load_config(run / "config.yaml").backbone.model
+    text = (run / "config.yaml").read_text()
+    (run / "config.yaml").write_text(text.replace(model, str(gone)))
+    for verb in (["diagnose", run, "--clients", 1], ["worth", run]):
+        assert str(gone) in complains(*verb, "--quiet"), verb
+        says(*verb, "--quiet", "--backbone", model)
+
+
 def test_another_model_is_refused_and_not_remembered(moved, complains, tmp_path):
     run, places = moved
     before = (run / "config.yaml").read_text()

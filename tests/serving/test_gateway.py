@@ -67,8 +67,22 @@ def test_log_probabilities_come_through(gateway, twin):
         told = [entry for choice in choices if choice.logprobs for entry in choice.logprobs.content]
         assert [e.logprob for e in told] == pytest.approx([score.logprob for score in expected.scores], abs=1e-4)
         assert [t.token for t in told] == [twin.backbone.tokenizer.decode([i]) for i in expected.tokens]
-    with pytest.raises(openai.BadRequestError, match="echo: no log-probabilities of a prompt"):
-        gateway.client().completions.create(model="fedweave", prompt="Hi", logprobs=1, echo=True)
+
+
+def test_the_prompts_own_log_probabilities_come_through(gateway, upstream):
+    """As lm-eval asks for them; the upstream itself is the measure."""
+    direct = openai.OpenAI(base_url=f"{upstream}/v1", api_key="none", timeout=120)
+    free = direct.completions.create(model="base", prompt=PROMPTS[0], max_tokens=6).choices[0].text
+    for more in ({}, {"stop": free[2:4]}, {"n": 2}):
+        asked = {"model": "fedweave", "prompt": PROMPTS[:2], "max_tokens": 6, "logprobs": 2, "echo": True, **more}
+        ours, theirs = (client.completions.create(**asked) for client in (gateway.client(), direct))
+        for mine, other in zip(ours.choices, theirs.choices, strict=True):
+            assert mine.text == other.text and mine.finish_reason == other.finish_reason
+            assert mine.logprobs.tokens == other.logprobs.tokens and mine.logprobs.token_logprobs[0] is None
+            assert mine.logprobs.token_logprobs[1:] == pytest.approx(other.logprobs.token_logprobs[1:], abs=1e-4)
+            assert all(len(top) == 2 for top in mine.logprobs.top_logprobs[1:])
+        assert ours.usage.completion_tokens == theirs.usage.completion_tokens
+        assert [told["expert"] for told in ours.fedweave] == [told["expert"] for told in theirs.fedweave]
 
 
 @contextmanager

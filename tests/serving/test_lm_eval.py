@@ -9,6 +9,7 @@ import torch
 
 from fedweave.evaluation.losses import serving_weights
 from tests.helpers import ROOT, read_jsonl
+from tests.serving.conftest import running
 
 PROGRAM = shutil.which("lm_eval")
 TASKS = ROOT / "examples" / "lm-eval"
@@ -39,9 +40,19 @@ def log_likelihoods(model, ids: list[int]) -> torch.Tensor:
         return plain(tokens).logits[0, :-1].log_softmax(-1).gather(1, tokens[0, 1:, None])[:, 0]
 
 
+@pytest.fixture(params=["server", "gateway"])
+def address(request, served, model):
+    """Our own server, and a gateway before it."""
+    if request.param == "server":
+        yield served[0]
+    else:
+        with running(model, upstream=served[0]) as gateway:
+            yield gateway.url
+
+
 @pytest.mark.parametrize("more", ["", ",num_concurrent=4,tokenized_requests=False"])
-def test_log_likelihoods_are_the_models_own(served, twin, exported, tmp_path, more):
-    where = f"model=expert_1,base_url={served[0]}/v1/completions,tokenizer={exported}"
+def test_log_likelihoods_are_the_models_own(address, twin, exported, tmp_path, more):
+    where = f"model=expert_1,base_url={address}/v1/completions,tokenizer={exported}"
     rows = evaluated("pick", "local-completions", where + more, tmp_path)
     assert len(rows) == len(read_jsonl(TASKS / "pick.jsonl"))
     tokenizer = twin.backbone.tokenizer
@@ -54,8 +65,8 @@ def test_log_likelihoods_are_the_models_own(served, twin, exported, tmp_path, mo
             assert float(told) == pytest.approx(answer.sum().item(), abs=1e-2)
 
 
-def test_generated_answers_are_the_models_own(served, twin, tmp_path):
-    where = f"model=fedweave,base_url={served[0]}/v1/chat/completions"
+def test_generated_answers_are_the_models_own(address, twin, tmp_path):
+    where = f"model=fedweave,base_url={address}/v1/chat/completions"
     rows = evaluated("hats", "local-chat-completions", where, tmp_path, "--apply_chat_template")
     prompts = [row["doc"]["prompt"] for row in rows]
     assert len(prompts) == len(read_jsonl(TASKS / "hats.jsonl"))

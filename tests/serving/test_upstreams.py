@@ -1,5 +1,5 @@
-"""What is sent to llama-server and what its events mean, in events as it sent them; test_llama_server.py has the
-program itself."""
+"""What is sent to upstreams and what their events mean, llama-server's in events as it sent them;
+test_llama_server.py has that program itself."""
 
 import httpx
 import pytest
@@ -7,6 +7,7 @@ import pytest
 from fedweave.errors import UserError
 from fedweave.inference.sampling import Sampling
 from fedweave.serving.jobs import Job
+from fedweave.serving.protocol import ApiError
 from fedweave.serving.upstreams import Heard, Llama, Sglang, Vllm
 from tests.helpers import PROMPTS
 
@@ -60,10 +61,29 @@ def test_an_answer_that_shall_not_end_is_not_ended_here(twin):
     assert not Llama(httpx.AsyncClient(), twin).heard(event, on).last
 
 
+def test_vllm_is_asked_for_a_prompts_log_probabilities_and_heard(twin):
+    """Its whole answer begins with the prompt as it spells it, and ends with the token that ended it."""
+    vllm, asked = Vllm(httpx.AsyncClient(), twin), job(twin, logprobs=0, echo=True)
+    sent = vllm.request(asked, {})
+    assert sent["echo"] is True and sent["stream"] is False and "stream_options" not in sent
+    tokens = [*asked.prompt.ids.tolist(), 20, twin.backbone.end_ids[0]]
+    told = {
+        "tokens": [f"token_id:{token}" for token in tokens],
+        "token_logprobs": [None] + [-1.0] * (len(tokens) - 1),
+        "top_logprobs": [None] + [{f"token_id:{token}": -1.0} for token in tokens[1:]],
+    }
+    choice = {"text": "spelled otherwise", "finish_reason": "stop", "logprobs": told}
+    heard = vllm.heard({"choices": [choice], "usage": {"completion_tokens": 2}}, asked)
+    assert heard.text == twin.backbone.tokenizer.decode([20]) and heard.reason == "stop"
+    assert [score.token for score in heard.scores] == tokens[:-1] and heard.scores[0].logprob is None
+    with pytest.raises(ApiError, match="tells no log-probabilities of the prompt"):
+        vllm.heard({"choices": [{"text": "x", "logprobs": {k: v[-2:] for k, v in told.items()}}]}, asked)
+
+
 @pytest.mark.parametrize(
     ("kind", "options", "message"),
     [
-        (Vllm, {"logprobs": 1, "echo": True}, "echo"),
+        (Llama, {"logprobs": 1, "echo": True}, "echo: llama-server has no"),
         (Sglang, {"logprobs": 1}, "logprobs: not offered before SGLang"),
         (Llama, {"min_new_tokens": 2}, "min_tokens: llama-server"),
     ],

@@ -38,18 +38,19 @@ def diagnose(
     batches: int = 1,
     which: str = "best",
     router_rate: float | None = None,
+    model: str | None = None,
 ) -> Diagnosis:
     """Measure everything that the run allows, write diagnostics.json, return it.
 
     ``which`` is the state to look at: best, last or start; ``router_rate`` the η of the router's paths. Without
-    ``clients`` the sample is as large as a minute allows.
+    ``clients`` the sample is as large as a minute allows; ``model`` is where the backbone lies, if elsewhere.
     """
     if (clients is not None and clients < 1) or batches < 1:
         raise UserError("--clients and --batches must be at least 1.")
     if router_rate is not None and not 0 < router_rate <= 1000:
         raise UserError("--router-rate must be above 0 and at most 1000.")
     started = time.monotonic()
-    subject = open_subject(folder, which, console)
+    subject = open_subject(folder, which, console, model)
     config = subject.workspace.config
     rate = router_rate if router_rate is not None else config.router.lr
     size = config.training.batch_size

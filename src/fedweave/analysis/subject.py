@@ -14,7 +14,7 @@ from fedweave.federation.client import Client
 from fedweave.federation.method import Method
 from fedweave.federation.state import ServerState
 from fedweave.methods import build_method
-from fedweave.runs.folder import RunFolder
+from fedweave.runs.folder import RunFolder, elsewhere
 from fedweave.runs.workspace import Workspace, prepare
 from fedweave.training.schedule import allot_steps
 
@@ -160,9 +160,10 @@ def quick_sample(subject: Subject, batches: int, batch_size: int) -> Sample:
     )
 
 
-def open_subject(folder: Path, which: str, console: Console) -> Subject:
-    """Load a run without changing it; ``which`` of its states is under diagnosis: best, last or start."""
-    run, config = RunFolder.open(folder)
+def open_subject(folder: Path, which: str, console: Console, model: str | None = None) -> Subject:
+    """Load a run without changing it; ``which`` of its states is under diagnosis: best, last or start. ``model`` is
+    where the backbone lies, if elsewhere than trained."""
+    run, config = RunFolder.open(folder, elsewhere(model))
     if config.engine == "flower":
         raise UserError(
             f"the clients of {folder} are sites, whose examples the server never saw, and a diagnosis needs them; "

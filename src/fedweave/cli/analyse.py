@@ -4,7 +4,7 @@ import argparse
 from pathlib import Path
 from typing import TypedDict
 
-from fedweave.cli.verbs import Verbs, last, quiet
+from fedweave.cli.verbs import Verbs, backbone, last, quiet
 from fedweave.config import Config, from_tree, load_config, recipe_names
 from fedweave.console import Console, show
 from fedweave.errors import UserError
@@ -40,6 +40,7 @@ def register(verbs: Verbs) -> None:
     state = diagnose.add_mutually_exclusive_group()
     last(state)
     state.add_argument("--start", action="store_true", help="the state before round 1 instead of the best")
+    backbone(diagnose)
     quiet(diagnose)
     budget = verbs.add(
         "budget", _budget, "Parameters, bytes, steps and memory: fedweave budget MODEL experts=4 rank=8 clients=20"
@@ -59,7 +60,8 @@ def _diagnose(arguments: argparse.Namespace, console: Console) -> None:
     from fedweave.analysis.verdicts import render
 
     which = "last" if arguments.last else "start" if arguments.start else "best"
-    found = diagnose(arguments.folder, console, arguments.clients, arguments.batches, which, arguments.router_rate)
+    sample = (arguments.clients, arguments.batches)
+    found = diagnose(arguments.folder, console, *sample, which, arguments.router_rate, arguments.backbone)
     show(render(found))
     console.say(f"\n{arguments.folder / 'diagnostics.json'} holds every figure.")
 

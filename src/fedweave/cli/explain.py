@@ -30,6 +30,7 @@ def register(verbs: Verbs) -> None:
     worth = verbs.add("worth", _worth, "Was it worth it? A run against every client alone and one shared adapter.")
     worth.add_argument("folder", type=Path, help="a finished run; the two references are trained into it once")
     worth.add_argument("--json", action="store_true", help="print JSON instead of tables")
+    backbone(worth)
     quiet(worth)
 
 
@@ -50,7 +51,7 @@ def _worth(arguments: argparse.Namespace, console: Console) -> None:
     from fedweave.analysis.worth import worth_text
     from fedweave.compare.worth import weigh
 
-    found = weigh(arguments.folder, console)
+    found = weigh(arguments.folder, console, arguments.backbone)
     show(json.dumps(found, ensure_ascii=False, indent=1) if arguments.json else worth_text(found))
 
 

@@ -13,11 +13,12 @@ from fedweave.schema import Tested
 from fedweave.settings import to_tree
 
 
-def weigh(folder: Path, console: Console) -> Worth:
-    """Train what is missing, put the clients side by side, and keep the answer in the run."""
+def weigh(folder: Path, console: Console, model: str | None = None) -> Worth:
+    """Train what is missing, put the clients side by side, and keep the answer in the run; ``model`` is where the
+    backbone lies, if elsewhere than trained."""
     run = read_run(folder)
     ours = _tested(run)
-    grid = [_cell(run, method) for method in REFERENCES if method != run.method]
+    grid = [_cell(run, method, model) for method in REFERENCES if method != run.method]
     taken = run.summary["timing"]["total_s"] if run.summary and "timing" in run.summary else 0.0
     if not all(cell.finished for cell in grid):
         console.say(f"{len(grid)} references, each trained like {folder}, which took {duration(taken)}")
@@ -47,7 +48,7 @@ def _tested(run: RunRecord) -> Tested:
     return run.best
 
 
-def _cell(run: RunRecord, method: str) -> Cell:
+def _cell(run: RunRecord, method: str, model: str | None) -> Cell:
     """The run's own config with another method; what only costs time is left out."""
     folder = run.path / "worth" / method
     tree = to_tree(run.config) | {
@@ -58,4 +59,5 @@ def _cell(run: RunRecord, method: str) -> Cell:
         "finish": [],
     }
     tree["evaluation"] |= {"compare_routings": False, "score_rounds": False, "untouched": False, "last": False}
+    tree["backbone"] |= {} if model is None else {"model": model}
     return Cell({"method": method}, from_tree(tree), folder)

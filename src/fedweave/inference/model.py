@@ -84,8 +84,11 @@ class FedWeaveModel:
         return self.judge(self.backbone.prompts.encode_prompts(_several(prompts)))[0]
 
     def judge(self, encoded: Sequence[EncodedPrompt]) -> tuple[torch.Tensor, list[float | None]]:
-        """(soft router weights [n, M], doubts [n]) of prompts."""
-        features = compute_features(self.backbone, encoded, Console(quiet=True))
+        """(soft router weights [n, M], doubts [n]) of prompts; one with several answers is read once."""
+        distinct = {id(prompt): prompt for prompt in encoded}
+        place = {key: row for row, key in enumerate(distinct)}
+        features = compute_features(self.backbone, list(distinct.values()), Console(quiet=True))
+        features = features[[place[id(prompt)] for prompt in encoded]]
         return self.weights(features), self.experts.strangeness(features)
 
     # ---------------------------------------------------------------------------------- answering

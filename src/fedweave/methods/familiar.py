@@ -3,8 +3,9 @@
 An expert does well on what it was trained on and can do harm elsewhere; the shared part is the safer answer there.
 Familiar prompts lie close to a few directions of feature space. The server learns these from sums over all
 clients, and how far out familiar prompts lie from counts: it never sees a prompt's feature. Prompts that directions
-were fitted to lie closer than new ones will, so a limit taken from them would send too many away; how much farther
-new ones lie shows in the sums too, where the directions of one half of the prompts meet the other half.
+were fitted to lie closer than new ones will, so a limit taken from them would send too many away. Each half of the
+prompts is therefore held against the directions of the other half. Counts say how far out the farthest then lie, as
+multiples of the mean; the sums say what that mean is for directions that all prompts were fitted to.
 """
 
 import math
@@ -19,12 +20,11 @@ from fedweave.federation.client import Client
 from fedweave.federation.compute import Compute
 from fedweave.federation.engines.base import Engine
 from fedweave.federation.message import Facts, Message, Refused
-from fedweave.federation.state import read_router, router_facts
 from fedweave.federation.steps import FIGURE, Answer, Asked, Figure, Part, Summed
-from fedweave.router.mlp import RouterLayout
+from fedweave.router.mlp import RouterLayout, outside
 
 _AXES = 128  # most directions; a quarter of the width where that is less
-_ROWS = 10  # prompts that a direction needs
+_ROWS = 5  # prompts of each half that a direction needs
 _BINS = 400  # of distances, in twentieths of the mean one
 _WIDTH = 0.05
 _LONGEST = 4.0  # times the median: mean square features of a site that are believed
@@ -103,37 +103,57 @@ def fit(mean: torch.Tensor, second: torch.Tensor, count: int) -> Span:
 
 def distance(span: Span, mean: torch.Tensor, second: torch.Tensor) -> float:
     """How far outside of a span other prompts lie on average."""
-    crossed = mean.outer(span.mean)
-    around = (
-        second - crossed - crossed.T + span.mean.outer(span.mean)
-    )  # mean products of what differs from its mean
+    both = mean.outer(span.mean)
+    around = second - both - both.T + span.mean.outer(span.mean)  # mean products of what differs from its mean
     seen = around * span.scale.outer(span.scale)
     return float(seen.trace() - ((span.axes @ seen) * span.axes).sum())
 
 
-def farther(means: list[torch.Tensor], seconds: list[torch.Tensor], count: int) -> float:
-    """How many times as far out new prompts lie as those that directions are fitted to. Each half is held against
-    the directions of the other; what is fitted to twice as many prompts is half as far off."""
-    spans = [fit(mean, second, count) for mean, second in zip(means, seconds, strict=True)]
-    ratios = [
-        distance(spans[a], means[b], seconds[b]) / max(spans[a].distance, torch.finfo(torch.float64).tiny)
-        for a, b in ((0, 1), (1, 0))
-    ]
-    return 1 + max(0.0, sum(ratios) / 2 - 1) / 2
+def crossed(halves: Sequence[Span], means: torch.Tensor, seconds: torch.Tensor) -> list[float]:
+    """How far each half lies outside of the directions of the other on average; means [2, d], seconds [2, d, d]."""
+    tiny = torch.finfo(torch.float64).tiny
+    return [max(distance(halves[1 - half], means[half], seconds[half]), tiny) for half in (0, 1)]
+
+
+def farther(halves: Sequence[Span], new: Sequence[float]) -> float:
+    """How many times as far out new prompts lie as those that directions are fitted to, by how far each half lies
+    outside of the other: what is fitted to twice as many prompts is half as far off."""
+    ratio = sum(far / max(halves[1 - half].distance, 1e-300) for half, far in enumerate(new)) / 2
+    return 1 + max(0.0, ratio - 1) / 2
+
+
+def spanned(halves: Sequence[Span]) -> dict[str, torch.Tensor]:
+    """What the two halves span, as tensors that can be sent: [2, d], [2, d] and [2, k, d]."""
+    return {name: torch.stack([getattr(half, name) for half in halves]).float() for name in Span._fields[:3]}
+
+
+def count_far(features: torch.Tensor, spans: dict[str, torch.Tensor], mean_far: Sequence[float]) -> torch.Tensor:
+    """[bins] how many features [n, d] of each half lie how far outside of the other half's directions, in units of
+    the mean distance."""
+    far = []
+    for half in (0, 1):
+        mean, scale, axes = (spans[name][1 - half].to(features.device) for name in Span._fields[:3])
+        far.append(outside(features[half::2].to(mean), mean, scale, axes) / mean_far[half])
+    bins = (torch.cat(far) / _WIDTH).long().clamp(0, _BINS - 1).cpu()
+    return torch.bincount(bins, minlength=_BINS)
+
+
+def reach(counts: torch.Tensor, share: float) -> float:
+    """How many times the mean distance this share of prompts lies within, by counts [bins]."""
+    inside = min(int(counts.sum()), math.ceil((int(counts.sum()) + 1) * share))  # the next prompt counts too
+    return (int((counts.cumsum(0) < inside).sum()) + 1) * _WIDTH
 
 
 class AskDistances(Summed[torch.Tensor]):
-    """How many of your prompts lie how far outside of these directions? [bins]"""
+    """How many of your prompts, half by half, lie how far outside of the other half's directions? [bins]"""
 
     name = "distances"
 
     def answer(self, compute: Compute, clients: Sequence[Client], question: Message) -> Iterator[Answer]:
-        router, phi = read_router(question.facts), question.tensors["phi"].to(compute.device)
-        assert router is not None
         for client in clients:
-            far = router.strangeness(phi, client.data.features[client.rows].to(phi)) / question.facts["mean"]
-            bins = (far / _WIDTH).long().clamp(0, _BINS - 1).cpu()
-            yield Answer(figures={"counts": torch.bincount(bins, minlength=_BINS).tolist()})
+            x = client.data.features[client.rows].to(compute.device)
+            counts = count_far(x, question.tensors, question.facts["mean_far"])
+            yield Answer(figures={"counts": counts.tolist()})
 
     def figures(self, asked: Asked) -> dict[str, Figure]:
         return {"counts": Figure(int, 0, len(asked.member), (_BINS, _BINS), summed=True)}
@@ -177,25 +197,23 @@ class Familiarity:
         # one site alone does not say what is familiar
         factors = (_LONGEST * lengths.median() / lengths.clamp(min=1e-30)).clamp(max=1.0)
         rows = torch.stack([one.rows for one in told]).sum(0)  # [2]
-        sums = torch.stack([f.sqrt() * one.sums for f, one in zip(factors, told, strict=True)]).sum(0)
-        flat = torch.stack([f * one.products for f, one in zip(factors, told, strict=True)]).sum(0)
-        products = sums.new_zeros(2, router.width, router.width)
-        products[:, row, column] = products[:, column, row] = flat
-        count = min(_AXES, router.width // 4, int(rows.sum()) // _ROWS)
+        count = min(_AXES, router.width // 4, int(rows.min()) // _ROWS)
         if count < 1:
             return router, phi
-        span = fit(sums.sum(0) / rows.sum(), products.sum(0) / rows.sum(), count)
-        router, phi = router.knowing(phi, span.mean, span.scale, span.axes, torch.finfo(torch.float32).max)
-        question = Message({"phi": phi}, router_facts(router) | {"mean": span.distance})
+        share = rows / rows.sum()
+        pairs = list(zip(factors, told, strict=True))
+        means = torch.stack([factor.sqrt() * one.sums for factor, one in pairs]).sum(0) / rows[:, None]  # [2, d]
+        flat = torch.stack([factor * one.products for factor, one in pairs]).sum(0) / rows[:, None]
+        seconds = means.new_zeros(2, router.width, router.width)
+        seconds[:, row, column] = seconds[:, column, row] = flat
+        span = fit((share[:, None] * means).sum(0), (share[:, None, None] * seconds).sum(0), count)
+        halves = [fit(means[half], seconds[half], count) for half in (0, 1)]
+        far = crossed(halves, means, seconds)
+        question = Message(spanned(halves), {"mean_far": far})
         counts, heard = torch.zeros(_BINS), Receipts(bytes_up=receipts.bytes_up)
         for _, found in engine.ask(self.distances, engine.members, question, heard):
             counts += found
         if not counts.any():  # nobody has said how far out familiar prompts lie: all are
             return router, phi
-        asked = int(counts.sum())
-        inside = min(asked, math.ceil((asked + 1) * self.config.router.familiar))  # the next prompt counts too
-        limit = (int((counts.cumsum(0) < inside).sum()) + 1) * _WIDTH * span.distance
-        if rows.min() > count:
-            limit *= farther(list(sums / rows[:, None]), list(products / rows[:, None, None]), count)
-        router.views(phi)["familiar.limit"].fill_(limit)
-        return router, phi
+        limit = reach(counts, self.config.router.familiar) * span.distance * farther(halves, far)
+        return router.knowing(phi, span.mean, span.scale, span.axes, limit)

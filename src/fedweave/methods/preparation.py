@@ -103,7 +103,7 @@ class Aligned(Method):
         down = 4 * router.size * config.router.warm_start.rounds
         if self.familiar is not None:
             router, phi = self.familiar.learn(engine, router, phi, warmed)
-            down += 4 * router.size
+            down += 4 * 2 * router.width * (router.axes + 2)  # what each half of the prompts spans
         router = replace(router, sure=config.router.gate == "sure")
         report["preparation_bytes"] = preparation_bytes(engine.members, (heard, 0), (started, 0), (warmed, down))
         means = None

@@ -137,8 +137,13 @@ class RouterLayout:
     def strangeness(self, phi: torch.Tensor, features: torch.Tensor) -> torch.Tensor:
         """How far prompts lie outside of what familiar ones span, squared: features [n, d] to [n]."""
         views = self.views(phi)
-        z = (features - views["familiar.mean"]) * views["familiar.scale"]  # [n, d]
-        return z.square().sum(-1) - (z @ views["familiar.axes"].T).square().sum(-1)
+        return outside(features, views["familiar.mean"], views["familiar.scale"], views["familiar.axes"])
+
+
+def outside(features: torch.Tensor, mean: torch.Tensor, scale: torch.Tensor, axes: torch.Tensor) -> torch.Tensor:
+    """How far features [n, d], standardised by mean and scale [d], lie outside of axes [k, d], squared: [n]."""
+    z = (features - mean) * scale  # [n, d]
+    return z.square().sum(-1) - (z @ axes.T).square().sum(-1)
 
 
 def active_experts(routing: str) -> int | None:

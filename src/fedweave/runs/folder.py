@@ -264,6 +264,11 @@ class RunFolder:
             out.truncate(size)
 
 
+def elsewhere(model: str | None) -> list[str]:
+    """The override that says where the backbone lies, if elsewhere than trained."""
+    return [] if model is None else [f"backbone.model={json.dumps(model)}"]
+
+
 def require_new(path: Path) -> None:
     """A place for a new run: nothing, or an empty folder."""
     if path.is_dir() and not any(path.iterdir()):

@@ -1,6 +1,5 @@
 """Using a trained model, of a run or a bundle, without the run's data: load it, test it, write it for others."""
 
-import json
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -26,7 +25,7 @@ from fedweave.errors import UserError
 from fedweave.experts.mixture import Mixture
 from fedweave.inference.model import FedWeaveModel
 from fedweave.methods import build_method
-from fedweave.runs.folder import RunFolder
+from fedweave.runs.folder import RunFolder, elsewhere
 from fedweave.runs.reading import read_run, resume_command
 from fedweave.runs.snapshot import FREE_KEYS, Snapshot, is_one_of
 from fedweave.runs.testing import evaluate_models, routed_models
@@ -66,13 +65,8 @@ def _load(
     folder = Path(folder) if repository is None else fetch_bundle(repository)
     if is_bundle(folder):
         return load_bundle(folder, model, *where)
-    _, config = RunFolder.open(folder, _elsewhere(model))
+    _, config = RunFolder.open(folder, elsewhere(model))
     return _run_models(folder, config, last, checkpoint, *where)[0][0]
-
-
-def _elsewhere(model: str | None) -> list[str]:
-    """The override that says where the backbone lies."""
-    return [] if model is None else [f"backbone.model={json.dumps(model)}"]
 
 
 def row_fields(folder: Path) -> Fields:
@@ -169,7 +163,7 @@ def _the_model(
     folder: Path, last: bool, checkpoint: int | None, model: str | None, base: str | None
 ) -> tuple[FedWeaveModel, Origin]:
     """The one model of a run; a method that serves every client its own has none to hand on."""
-    _, config = RunFolder.open(folder, _elsewhere(model))
+    _, config = RunFolder.open(folder, elsewhere(model))
     models, snapshot = _run_models(folder, config, last, checkpoint)
     if len(models) != 1:
         raise UserError(f"{config.method} trains a model for every client and has none to export.")
@@ -217,7 +211,7 @@ def evaluate(
     if is_bundle(folder):
         config, examples, tasks, models = _bundle(folder, overrides, data, console, model)
     else:
-        overrides = [*overrides, *_elsewhere(model)]
+        overrides = [*overrides, *elsewhere(model)]
         run, config = RunFolder.open(folder, overrides, (*FREE_KEYS, *TESTED_ROWS))
         examples, tasks = _examples(config, data, console, run)
         trained = replace(config, data=RunFolder.open(folder)[1].data)

@@ -190,7 +190,8 @@ class Gateway:
             if response.status_code != 200:
                 await response.aread()
                 raise _refusal(response, self.url, self.upstream.remedy)
-            async for line in response.aiter_lines():
+            lines = response.aiter_lines() if request["stream"] else _whole(response)
+            async for line in lines:
                 data = line.removeprefix("data:").strip()
                 if not line.startswith("data:") or data == "[DONE]":
                     continue
@@ -198,6 +199,11 @@ class Gateway:
                 if "error" in chunk:
                     raise ApiError(502, f"the upstream {self.url} failed: {chunk['error']}.")
                 yield chunk
+
+
+async def _whole(response: httpx.Response) -> AsyncIterator[str]:
+    """An answer in one piece, as if it were the only event of a stream."""
+    yield f"data:{(await response.aread()).decode()}"
 
 
 def _refusal(response: httpx.Response, url: str, remedy: str) -> ApiError:

@@ -1,6 +1,7 @@
 """The programs that a gateway stands before: what each calls an expert, how it is asked, what its events say.
 
-All are sent the tokens of a prompt, so that no other chat template comes between, and all answer with a stream.
+All are sent the tokens of a prompt, so that no other chat template comes between, and all answer with a stream; in
+one piece only where the prompt's own log-probabilities are asked for.
 """
 
 from collections.abc import Collection
@@ -14,6 +15,7 @@ from fedweave.errors import UserError
 from fedweave.inference.model import FedWeaveModel
 from fedweave.inference.rows import TokenScore
 from fedweave.inference.sampling import Sampling
+from fedweave.inference.text import AnswerText
 from fedweave.router.routed import BASE
 from fedweave.serving.jobs import Job
 from fedweave.serving.protocol import ApiError, Json
@@ -62,8 +64,6 @@ class Vllm:
 
     def check(self, sampling: Sampling) -> None:
         """Refuse what it does not offer."""
-        if sampling.echo:
-            raise UserError("echo: no log-probabilities of a prompt before an upstream; ask it directly.")
 
     def request(self, job: Job, chosen: Json) -> Json:
         sampling = job.sampling
@@ -86,8 +86,9 @@ class Vllm:
             "stop_token_ids": self.ends(job),
             "logprobs": sampling.logprobs,
             "return_tokens_as_token_ids": None if sampling.logprobs is None else True,
-            "stream": True,
-            "stream_options": {"include_usage": True},
+            "echo": sampling.echo or None,
+            "stream": not sampling.echo,
+            "stream_options": None if sampling.echo else {"include_usage": True},
         }
         return {name: value for name, value in request.items() if value is not None} | dict(job.passed)
 
@@ -99,8 +100,23 @@ class Vllm:
     def heard(self, chunk: Chunk, job: Job) -> Heard:
         usage = chunk.get("usage") or {}
         choice: Chunk = next(iter(chunk.get("choices", [])), {})
-        scores = self._scores(choice.get("logprobs") or {})
-        return Heard(choice.get("text") or "", choice.get("finish_reason"), usage.get("completion_tokens"), scores)
+        scores, text = self._scores(choice.get("logprobs") or {}), choice.get("text") or ""
+        if job.sampling.echo:
+            scores, text = self._echoed(scores, job)
+        return Heard(text, choice.get("finish_reason"), usage.get("completion_tokens"), scores)
+
+    def _echoed(self, scores: tuple[TokenScore, ...], job: Job) -> tuple[tuple[TokenScore, ...], str]:
+        """(scores of prompt and answer without its end, the answer's text), where the upstream's text begins with
+        the prompt in its own spelling."""
+        prompt, ends = len(job.prompt.ids), self.ends(job)
+        if [score.token for score in scores[:prompt]] != job.prompt.ids.tolist():
+            raise ApiError(502, f"the upstream {self.client.base_url} tells no log-probabilities of the prompt.")
+        text = AnswerText(self.model.backbone.tokenizer, job.sampling.stop_strings, trim=False)
+        answer = [score for score in scores[prompt:] if score.token not in ends]
+        for score in answer:
+            text.add(score.token)
+        text.close()
+        return (*scores[:prompt], *answer), text.text
 
     def _scores(self, told: dict[str, Any]) -> tuple[TokenScore, ...]:
         tokens, tops = told.get("tokens") or [], told.get("top_logprobs") or []
@@ -141,7 +157,6 @@ class Sglang(Vllm):
         return {"model": await self._base(), "lora_path": None if adapter == BASE else adapter}
 
     def check(self, sampling: Sampling) -> None:
-        super().check(sampling)
         if sampling.logprobs is not None:
             raise UserError("logprobs: not offered before SGLang; ask it directly, by the expert's name.")
 
@@ -178,7 +193,8 @@ class Llama(Vllm):
         return described | {"logit_bias", "grammar", "json_schema", "response_format", "cache_prompt", "id_slot"}
 
     def check(self, sampling: Sampling) -> None:
-        super().check(sampling)
+        if sampling.echo:
+            raise UserError("echo: llama-server has no log-probabilities of a prompt; ask without --upstream.")
         if sampling.min_new_tokens:
             raise UserError("min_tokens: llama-server does not offer it.")
 
