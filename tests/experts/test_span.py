@@ -1,4 +1,4 @@
-"""Experts that see answers alone: the bare backbone reads prompts, in training, evaluation, decoding and bundles."""
+"""Experts that see answers alone: the bare backbone reads prompts, in training, losses, decoding and bundles."""
 
 import copy
 

@@ -50,6 +50,7 @@ class Step:
     answers: float = 1 / 3  # share of the tokens that are predicted
     longest: float = 3.0  # sequence, as a multiple of the mean one
     mean: float = 115.0  # tokens of a sequence
+    spread: float = 1.0  # by how much steps differ: the longest of ten has 1 + spread / √n of the mean, n sequences
 
     def times(self, lanes: int) -> Step:
         """So many of it."""
@@ -57,9 +58,9 @@ class Step:
 
     @property
     def most_tokens(self) -> float:
-        """Of the longest of ten such steps, of n sequences each: lengths vary by about 0.65 of their mean, sums of
-        n by 0.65 / √n of theirs, and the largest of ten lies 1.54 deviations above the mean."""
-        return self.tokens * (1 + (self.mean / max(self.tokens, self.mean)) ** 0.5)
+        """Of the longest of ten such steps. Lengths of mixed examples vary by about 0.65 of their mean, sums of n
+        by 0.65 / √n of theirs, and the largest of ten lies 1.54 deviations above the mean: a spread of 1."""
+        return self.tokens * (1 + self.spread * (self.mean / max(self.tokens, self.mean)) ** 0.5)
 
 
 @dataclass(frozen=True)
