@@ -205,6 +205,11 @@ class TrainingConfig:
         "Keep the inputs of the model's layers alone, and run each a second time on the way back: much less memory "
         "for about 40 % more time, and the same results. auto: where that is faster than clients in more groups.",
     )
+    fp8: Literal["off", "forward", "both"] = setting(
+        "off",
+        "Products with frozen weights in 8 bits while training (GPUs from Ada and Hopper on): the forward pass's, "
+        "or the gradients' as well. Everything that is measured or served stays in bfloat16.",
+    )
     cuda_graphs: bool = setting(
         True,
         "On CUDA, record a training step once and replay it where launching its kernels would take longer than "
