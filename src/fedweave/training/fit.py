@@ -10,6 +10,7 @@ import numpy as np
 import torch
 
 from fedweave.backbone.load import Backbone
+from fedweave.backbone.quantised import packed_weights
 from fedweave.config import TrainingConfig
 from fedweave.experts.layout import AdapterLayout
 from fedweave.training.batch import Lane
@@ -52,6 +53,8 @@ def lanes_that_fit(
         return Fit(max(1, int(limit / one.tokens)), f"{limit} tokens in a step", again)
     free, _ = torch.cuda.mem_get_info(backbone.device)
     free += torch.cuda.memory_reserved(backbone.device) - torch.cuda.memory_allocated(backbone.device)
+    if not packed_weights(backbone.model):
+        free -= int(memory.rounded(training.fp8))  # which the first step makes
     return choose(memory, pace_of(backbone), one, len(lanes), free, training)
 
 

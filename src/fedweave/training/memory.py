@@ -160,6 +160,12 @@ class StepMemory:
             self.config.num_hidden_layers * d * (q + 2 * k + 2 * inner) * self.element if self.fused else 0
         )
 
+    def rounded(self, fp8: str) -> float:
+        """Bytes of the frozen products' second and third form, in 8 bits (``training.fp8``)."""
+        d, q, k, inner = self._widths
+        numbers = self.config.num_hidden_layers * d * (2 * q + 2 * k + 3 * inner)
+        return float(numbers * {"off": 0, "forward": 1, "both": 2}[fp8] * self.fused)
+
     def unpacked(self, head: bool) -> float:
         """Bytes in which quantised weights take turns; ``head``: the output layer is one of them."""
         d, q, k, inner = self._widths
