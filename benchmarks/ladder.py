@@ -6,8 +6,8 @@
 
 One round is 20 clients × 10 steps × batch 8 with M = 4 experts of rank 8 (on a CPU: 2 × 1 × 4). The PEFT loops are
 timed on a few clients and scaled to all: clients come one after another there, so time is proportional. The last
-rungs are the fastest one with less memory (layers that run twice) and with experts on every linear layer. On a GPU
-memory stands beside what ``fedweave budget`` predicts.
+rungs are the fastest one with less memory (layers that run twice, weights that stay in 4 bits) and with experts on
+every linear layer. On a GPU memory stands beside what ``fedweave budget`` predicts.
 """
 
 from __future__ import annotations
@@ -37,6 +37,7 @@ from benchmarks.workload import (
     TARGETS,
     backbone_of,
     filled_up,
+    in_four_bits,
     make_clients,
     make_training,
     matmul_rate,
@@ -59,10 +60,15 @@ class Bench:
         self.rate = matmul_rate(device, self.dtype)
         self.parameters = sum(p.numel() for p in self.model().parameters())
 
-    def model(self) -> Any:
+    def model(self, four_bits: bool = False) -> Any:
         gc.collect()
         reset_peak(self.device)
-        return random_model(self.shape, self.device, self.dtype)
+        model = random_model(self.shape, self.device, self.dtype)
+        if four_bits:
+            model = in_four_bits(model)
+            gc.collect()
+            reset_peak(self.device)
+        return model
 
     def record(self, name: str, tokens: int, measure: Callable[[], float], more: dict[str, Any]) -> None:
         """Add a rung; one that does not fit or cannot run says so instead of ending the benchmark."""
@@ -117,13 +123,14 @@ class Bench:
         timed: int | None = None,
         targets: Sequence[str] = TARGETS,
         checkpointing: Literal["on", "off"] = "off",
+        four_bits: bool = False,
     ) -> None:
         """FedWeave's trainer with some of its means switched off."""
         few = min(timed or len(clients), len(clients))
         more: dict[str, Any] = {"clients_timed": few} if few < len(clients) else {}
 
         def measure() -> float:
-            backbone = backbone_of(self.model(), fused)
+            backbone = backbone_of(self.model(four_bits), fused)
             trainer, lanes = make_training(backbone, clients[:few], plan[:few], graphs, targets, checkpointing)
             if self.gpu:
                 more["predicted_gib"] = predicted_gib(trainer, lanes[: together or few])
@@ -171,6 +178,8 @@ class Bench:
             self.ours("+ recorded steps, where they pay", clients, plan, tokens, fused=True, graphs=True)
         best = partial(self.ours, clients=clients, plan=plan, tokens=tokens, fused=True, graphs=self.gpu)
         best("the same, layers run twice", checkpointing="on")
+        best("the same, 4-bit weights", four_bits=True)
+        best("the same, 4-bit weights, layers run twice", four_bits=True, checkpointing="on")
         best("the same, experts on every linear layer", targets=EVERY)
         best("the same, experts on every linear layer, layers run twice", targets=EVERY, checkpointing="on")
         base = next((r["seconds"] for r in self.rows if r["name"].startswith("PEFT soft") and "seconds" in r), None)

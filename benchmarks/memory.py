@@ -4,7 +4,7 @@
     python -m benchmarks.memory --shapes 8b --output benchmarks/results/memory-h200.json
 
 Every case is a round of ten steps: shapes, layers that carry experts, numbers and ranks of experts, clients, fused
-operations or transformers' layers, all activations kept or layers that run twice.
+operations or transformers' layers, all activations kept or layers that run twice, plain weights or 4-bit ones.
 """
 
 from __future__ import annotations
@@ -25,11 +25,13 @@ from benchmarks.workload import (
     SHAPES,
     TARGETS,
     backbone_of,
+    in_four_bits,
     make_clients,
     make_training,
     random_model,
     schedules,
 )
+from fedweave.backbone.quantised import bytes_of, packed_weights
 from fedweave.training.batch import Lane
 from fedweave.training.fit import one_lane, step_memory
 from fedweave.training.lockstep import LockstepTrainer
@@ -50,6 +52,7 @@ class Case:
     rank: int = 8
     fused: bool = True
     checkpointing: Literal["on", "off"] = "off"
+    four_bits: bool = False
 
 
 def cases(shapes: Sequence[str]) -> Iterator[Case]:
@@ -57,6 +60,7 @@ def cases(shapes: Sequence[str]) -> Iterator[Case]:
         for every in (False, True):
             yield Case(shape, every=every)
             yield Case(shape, every=every, checkpointing="on")
+        yield Case(shape, four_bits=True, checkpointing="on")
         yield Case(shape, clients=5)
         yield Case(shape, clients=40, batch=4, checkpointing="on")
         yield Case(shape, experts=8, rank=16)
@@ -66,11 +70,12 @@ def cases(shapes: Sequence[str]) -> Iterator[Case]:
 
 def predicted_gib(trainer: LockstepTrainer, lanes: Sequence[Lane]) -> float:
     """Of these lanes together, with the weights."""
-    backbone = trainer.backbone
-    weights = sum(p.nbytes for p in backbone.model.parameters())
-    step = one_lane(lanes).times(len(lanes))
-    memory = step_memory(backbone, trainer.mixture.layout).training(step, trainer.checkpointing)
-    return (weights + in_all(memory)) / 2**30
+    backbone, step = trainer.backbone, one_lane(lanes).times(len(lanes))
+    memory = step_memory(backbone, trainer.mixture.layout)
+    weights = float(bytes_of(backbone.model))
+    if packed_weights(backbone.model):
+        weights += memory.unpacked(head=False)
+    return (weights + in_all(memory.training(step, trainer.checkpointing))) / 2**30
 
 
 def measure(case: Case, device: torch.device) -> dict[str, Any]:
@@ -79,7 +84,10 @@ def measure(case: Case, device: torch.device) -> dict[str, Any]:
     shape = SHAPES[case.shape]
     clients = make_clients(shape, case.clients, 80)
     plan = schedules(clients, STEPS, case.batch)
-    backbone = backbone_of(random_model(shape, device, torch.bfloat16), case.fused)
+    model = random_model(shape, device, torch.bfloat16)
+    backbone = backbone_of(in_four_bits(model) if case.four_bits else model, case.fused)
+    del model
+    gc.collect()
     trainer, lanes = make_training(
         backbone, clients, plan, True, EVERY if case.every else TARGETS, case.checkpointing, case.experts, case.rank
     )
@@ -104,15 +112,16 @@ def main() -> None:
     if not torch.cuda.is_available():
         parser.error("memory is measured on a GPU; a CPU's process stands in `fedweave budget RUN`.")
     device, rows = torch.device("cuda"), []
-    print("shape clients × batch  experts × rank on            activations     predicted     real   error")
+    print("shape clients × batch  experts × rank on            activations           predicted     real   error")
     for case in cases(options.shapes):
         row = measure(case, device)
         rows.append(row)
         kept = ("fused, " if case.fused else "plain, ") + ("twice" if case.checkpointing == "on" else "kept")
+        kept += ", 4 bits" if case.four_bits else ""
         real = f"{row['peak_gib']:6.2f} GiB  {row['error']:+.1%}" if "error" in row else row["failed"]
         print(
             f"{case.shape:5s} {case.clients:7d} × {case.batch:<5d} {case.experts:8d} × {case.rank:<4d} "
-            f"{'every layer' if case.every else 'q and v':12s} {kept:14s} {row['predicted_gib']:6.2f} GiB  {real}",
+            f"{'every layer' if case.every else 'q and v':12s} {kept:20s} {row['predicted_gib']:6.2f} GiB  {real}",
             flush=True,
         )
     worst = max((abs(row["error"]) for row in rows if "error" in row), default=0.0)

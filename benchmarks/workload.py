@@ -9,11 +9,14 @@ from typing import Literal
 import numpy as np
 import torch
 
+from fedweave.backbone.blocks import make_nf4
 from fedweave.backbone.load import Backbone
 from fedweave.backbone.prompts import Encoded, EncodedPrompt, PromptFormat
+from fedweave.backbone.quantised import load_quantised
 from fedweave.config import BackboneConfig, TrainingConfig
 from fedweave.experts.layout import AdapterLayout
 from fedweave.experts.mixture import Mixture
+from fedweave.kernels.dequantise import Quantised
 from fedweave.router.mlp import RouterLayout
 from fedweave.training.batch import ClientData, Lane
 from fedweave.training.lockstep import LockstepTrainer
@@ -72,6 +75,18 @@ def random_model(shape: Shape, device: torch.device, dtype: torch.dtype):
     finally:
         torch.set_default_dtype(default)
     return model.requires_grad_(False).eval()
+
+
+def in_four_bits(model):
+    """The same model with linear layers that stay in 4 bits (NF4, double)."""
+    weights = dict(model.named_parameters())
+
+    def source(name: str, shape: tuple[int, ...]) -> Quantised | torch.Tensor:
+        weight = weights[name]
+        plain = weight.ndim != 2 or name.split(".")[-2] in ("embed_tokens", "lm_head")
+        return weight.data if plain else make_nf4(weight.data, double=True)
+
+    return load_quantised(model.config, source, model.dtype, model.device).requires_grad_(False).eval()
 
 
 def backbone_of(model, fused: bool) -> Backbone:

@@ -53,6 +53,11 @@ class ExpertsConfig:
         "Linear layers that carry experts, by the end of their names; all-linear: every one but the output layer.",
         low=1,
     )
+    span: Literal["all", "answer"] = setting(
+        "all",
+        "Tokens that experts see, in training and in use: all, or those from the prompt's last one on, which the "
+        "answer's first comes from; the bare backbone reads the rest. An experiment: no other program does so.",
+    )
 
 
 @dataclass(frozen=True)

@@ -324,6 +324,7 @@ class Description(TypedDict):
     experts: int
     rank: int
     shared: NotRequired[int]  # rank of what all experts share; bundles of earlier versions have none
+    span: NotRequired[Literal["all", "answer"]]  # tokens that experts see
     alpha: float
     target_modules: list[str]
     router: RouterShape | None

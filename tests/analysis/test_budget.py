@@ -130,6 +130,18 @@ def test_what_transformers_runs_keeps_more(llama):
     assert (2 * llama.parameters + sum(memory.values())) / 2**30 == pytest.approx(packed["peak_gib"], rel=0.05)
 
 
+def test_the_backbone_is_counted_as_it_is_kept(says):
+    def weights(*settings: str) -> float:
+        (found,) = json.loads(says("budget", "meta-llama/Llama-3.2-3B", *settings, "--json"))
+        return found["memory"]["kept"]["backbone"]
+
+    plain, linear, unpacked = weights(), 28 * 3072 * (3072 * 2 + 1024 * 2 + 8192 * 3), 2 * 3072 * 8192
+    assert plain == 2 * 3_212_749_824
+    assert weights("training.fp8=forward") == plain + linear and weights("training.fp8=both") == plain + 2 * linear
+    four = weights("weights=nf4") - 2 * unpacked  # the largest product, written out in half precision
+    assert 0.25 < (four - (plain - 2 * linear)) / (2 * linear) < 0.3
+
+
 def test_cards_hold_more_clients_where_layers_run_twice(says):
     (found,) = json.loads(says("budget", "meta-llama/Llama-3.2-3B", "clients=20", "--json"))
     cards = {card["gib"]: card for card in found["memory"]["cards"]}

@@ -2,12 +2,15 @@
 
 import numpy as np
 import pytest
+import torch
 from transformers import LlamaConfig
 
+from fedweave.backbone.prompts import Encoded, EncodedPrompt
 from fedweave.config import TrainingConfig
 from fedweave.experts.layout import AdapterLayout
 from fedweave.router.mlp import RouterLayout
-from fedweave.training.fit import choose, lanes_that_fit, most_lanes
+from fedweave.training.batch import ClientData, Lane
+from fedweave.training.fit import choose, lanes_that_fit, most_lanes, one_lane
 from fedweave.training.memory import Step, StepMemory
 from fedweave.training.pace import Pace
 from tests.helpers import TARGETS, make_lanes
@@ -76,3 +79,18 @@ def test_most_lanes_is_the_largest_that_fits(again):
     takes = [sum(memory.training(ONE.times(n), again).values()) for n in (most, most + 1)]
     assert takes[0] <= 40 * GIB < takes[1]
     assert most_lanes(memory, ONE, 1.0, again) == 0
+
+
+def test_steps_of_one_kind_each_differ_more():
+    """The same lengths, mixed in every step or one kind a step."""
+
+    def lane(steps: list[list[int]]) -> Lane:
+        lengths = [n for step in steps for n in step]
+        examples = [Encoded(EncodedPrompt(np.zeros(4), (0, 4), False), np.zeros(n), 4) for n in lengths]
+        schedule = [np.arange(4) + 4 * i for i in range(len(steps))]
+        return Lane(ClientData("one", examples, torch.zeros(len(lengths), 1)), schedule, torch.zeros(7), None, (0,))
+
+    mixed, apart = one_lane([lane([[20, 220] * 2] * 4)]), one_lane([lane([[20] * 4, [220] * 4] * 2)])
+    assert mixed.tokens == apart.tokens == 480 and mixed.spread == 0
+    assert apart.most_tokens == pytest.approx(480 * (1 + 1.54 * 100 / 120))
+    assert apart.times(100).most_tokens == pytest.approx(48_000 * (1 + 0.154 * 100 / 120))

@@ -41,7 +41,10 @@ class Memory:
 def predict_memory(shape: ModelShape, layout: AdapterLayout, trained: int, config: Config, tokens: float) -> Memory:
     """``trained`` numbers of a client, examples of so many tokens."""
     training, element = config.training, 4 if config.backbone.dtype == "float32" else 2
-    memory, backbone = shape.memory(layout, element), float(shape.parameters * element)
+    memory = shape.memory(layout, element)
+    backbone = shape.backbone_bytes(config.backbone.weights, memory)
+    if config.backbone.weights == "dense":
+        backbone += memory.rounded(training.fp8)
     one = Step(1, training.batch_size * tokens, trained, mean=tokens)
     share = training.participation
     clients = max(1, round(share if share > 1 else share * config.data.clients))

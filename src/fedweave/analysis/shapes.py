@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from fedweave.backbone.announced import in_gguf, skeleton
 from fedweave.backbone.decoder import FAMILIES
+from fedweave.backbone.quantised import predicted_bytes
 from fedweave.backbone.targets import linear_layers
 from fedweave.errors import UserError, first_line
 from fedweave.experts.layout import AdapterLayout
@@ -56,6 +57,12 @@ class ModelShape:
         """The count of a step's memory with experts of this layout."""
         fused = self.config.model_type in FAMILIES
         return StepMemory(self.config, fused, element_size, layout.names, layout.rows)
+
+    def backbone_bytes(self, weights: str, memory: StepMemory) -> float:
+        """The frozen weights, kept as ``backbone.weights`` says."""
+        gguf = Path(self.name) if self.name.endswith(".gguf") else None
+        kept = float(predicted_bytes(self.model, weights, memory.element, gguf))
+        return kept if weights == "dense" else kept + memory.unpacked(head=weights == "stored")
 
 
 def model_shape(name: str, revision: str | None = None) -> ModelShape:

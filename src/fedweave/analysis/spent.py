@@ -121,6 +121,7 @@ def _memory(run: RunRecord, budget: Budget, shape: ModelShape) -> Spent:
     each = sum(event["tokens"] for event in rounds) / max(1, _steps(run))  # tokens of one client's step
     asked, again = config.training.clients_per_step, config.training.checkpointing == "on"
     targets, own = config.experts.target_modules, budget.methods[config.method]
+    kept = config.backbone.weights
     peaks: list[float] = []
 
     def add(layout: AdapterLayout, trained: int, lanes: int, tokens: float, examples: float) -> None:
@@ -129,11 +130,12 @@ def _memory(run: RunRecord, budget: Budget, shape: ModelShape) -> Spent:
         most = cpu_tokens(memory.token_bytes(again)) if cpu else math.inf
         at_once = min(lanes, max(1, int(most / tokens)) if asked == "auto" else int(asked)) if tokens else lanes
         step = Step(at_once, at_once * tokens, trained, mean=max(1.0, tokens / examples))
+        weights, dense = shape.backbone_bytes(kept, memory), kept == "dense"
         if cpu:
-            peaks.append(memory.loading(shape.parameters))
-            peaks.append(in_all(memory.process(shape.parameters, step, again)))
+            peaks.append(memory.loading(weights) if dense else 0.0)
+            peaks.append(in_all(memory.process(weights + (memory.joined if dense else 0), step, again)))
         else:
-            peaks.append(shape.parameters * element_size + in_all(memory.training(step, again)))
+            peaks.append(weights + in_all(memory.training(step, again)))
 
     participants = [len(event["participants"]) for event in rounds] or [len(run.clients)]
     layout = shape.layout(targets, own.rank, own.experts, config.experts.shared_rank if own.experts > 1 else 0)

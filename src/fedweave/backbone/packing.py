@@ -63,6 +63,12 @@ class Packed:
     def starts(self) -> Tensor:  # [S]
         return self.boundaries[:-1]
 
+    @property
+    def ends(self) -> Tensor:
+        """[T] whether a token is the last of its sequence."""
+        following = self.sequence[1:] != self.sequence[:-1]
+        return torch.cat([following, following.new_ones(1)])
+
     @classmethod
     def of(
         cls,

@@ -35,6 +35,13 @@ def base_model(description: Description) -> str:
     return description.get("base_model") or public_name(str(description["backbone"]["model"]))
 
 
+_SPAN = [
+    "Experts see a prompt's last token and the answer alone (`experts.span=answer`). PEFT, vLLM and other programs "
+    "let them see the whole prompt, which they were not trained for: use `fedweave serve` or `fedweave.load`.",
+    "",
+]
+
+
 def model_card(model: FedWeaveModel, origin: Origin, told: Experts | None = None, template: bool = True) -> str:
     config, layout = origin.config, model.mixture.layout
     shared = f", each with the shared adapter of rank {layout.shared} in it," if layout.shared else ""
@@ -46,6 +53,7 @@ def model_card(model: FedWeaveModel, origin: Origin, told: Experts | None = None
         f"federated learning (method `{config.method}`, {origin.clients} clients, round {origin.round}), and a "
         "router that picks an expert for every prompt.",
         "",
+        *(_SPAN if config.experts.span == "answer" else []),
         *(_experts(told) if told else []),
         *_data(origin),
         *_results(origin, model.backbone.note),

@@ -140,6 +140,7 @@ def describe(model: FedWeaveModel, origin: Origin) -> Description:
         "experts": layout.experts,
         "rank": layout.rank,
         "shared": layout.shared,
+        "span": config.experts.span,
         "alpha": config.experts.alpha,
         "target_modules": spelled_out(config.experts.target_modules, layout.names),
         "router": cast(RouterShape, asdict(model.experts.router)) if model.experts.router else None,

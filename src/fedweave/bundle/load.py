@@ -35,7 +35,8 @@ def load_bundle(folder: Path, model: str | None = None, device: str = "auto", dt
     backbone = load_backbone(bundle_backbone(description, model, device, dtype))
     layers = backbone.linear_layers(description["target_modules"])
     experts = read_experts(folder, description, backbone, layers)
-    return FedWeaveModel(backbone, Mixture(layers, experts.layout, description["alpha"]), experts)
+    mixture = Mixture(layers, experts.layout, description["alpha"], description.get("span", "all"))
+    return FedWeaveModel(backbone, mixture, experts)
 
 
 def verify_bundle(folder: Path) -> Description:

@@ -21,6 +21,7 @@ _SHORT = {
     "clients": "data.clients",
     "batch_size": "training.batch_size",
     "dtype": "backbone.dtype",
+    "weights": "backbone.weights",
     "checkpointing": "training.checkpointing",
 }
 

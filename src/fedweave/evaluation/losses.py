@@ -38,15 +38,15 @@ def example_losses(
     for batch in token_budget_batches([len(e.ids) for e in examples], budget):
         rows = [examples[i] for i in batch]
         packed = pack([[e.ids for e in rows]], backbone.device)
+        first = torch.tensor([e.answer_start for e in rows], device=backbone.device)[packed.sequence]  # [T]
         if mixture is None or weights is None:
             hidden = backbone.hidden(packed)
         else:
             token_gates = None
             if gates is not None:
                 token_gates = gates[batch].to(backbone.device).index_select(0, packed.sequence)[None]  # [1, T, M]
-            with mixture.active(weights, token_gates):
+            with mixture.active(weights, token_gates, spoken=packed.positions[0] >= first - 1):
                 hidden = backbone.hidden(packed)
-        first = torch.tensor([e.answer_start for e in rows], device=backbone.device)[packed.sequence]  # [T]
         answer = (packed.positions[0] >= first).nonzero()[:, 0]  # [n] positions of answer tokens
         sequence, target = packed.sequence[answer], packed.ids[0, answer]
         nll = token_nll(hidden.index_select(0, answer - 1), backbone.head, target, backbone.softcap)

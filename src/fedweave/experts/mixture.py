@@ -26,8 +26,9 @@ from fedweave.kernels.lanes import Lanes, Setting, Target, one_lane
 class Mixture:
     """Experts on a model's layers. Off until :meth:`active` says which weights and gates are in force."""
 
-    def __init__(self, layers: dict[str, torch.nn.Linear], layout: AdapterLayout, alpha: float):
+    def __init__(self, layers: dict[str, torch.nn.Linear], layout: AdapterLayout, alpha: float, span: str = "all"):
         self.layout = layout
+        self.span = span  # experts.span
         self.scale = alpha / layout.rank
         self.state: State | None = None
         self._layers = list(layers.values())
@@ -49,14 +50,19 @@ class Mixture:
         gates: torch.Tensor | None,  # broadcastable to x: [1, T, M] packed, [batch, 1, M] in generation
         lanes: Lanes | None = None,
         dropout: DropoutKeys | None = None,
+        spoken: torch.Tensor | None = None,  # [T] whether packed tokens are a prompt's last or an answer's
     ) -> Iterator[None]:
         """Run the model with these experts; ``gates=None`` means one expert with weight 1. What they share is in
-        force unless the gates speak of it (AdapterLayout.all_gates)."""
+        force unless the gates speak of it (AdapterLayout.all_gates). With ``spoken`` experts whose span is the
+        answer stay off other tokens."""
         if self.state is not None:
             raise RuntimeError("the mixture is already in use")
-        if gates is None and self.layout.shared:
+        apart = spoken is not None and self.span == "answer"
+        if gates is None and (self.layout.shared or apart):
             gates = torch.ones(1, 1, device=weights[0]["A"].device)
         gates = None if gates is None else self.layout.all_gates(gates.float())
+        if gates is not None and spoken is not None and apart:
+            gates = gates * spoken[None, :, None]  # [1, T, M + R/r]
         with self.using(State(weights, gates, lanes, dropout)):
             yield
 

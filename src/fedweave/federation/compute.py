@@ -47,7 +47,9 @@ class Compute:
         if layout not in self._mixtures:
             if len(self._mixtures) == 2:
                 self.detach()
-            self._mixtures[layout] = Mixture(self.layers, layout, self.config.experts.alpha)
+            self._mixtures[layout] = Mixture(
+                self.layers, layout, self.config.experts.alpha, self.config.experts.span
+            )
         return self._mixtures[layout]
 
     def detach(self) -> None:

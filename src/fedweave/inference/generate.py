@@ -60,7 +60,7 @@ def generate(
                 spread = None
                 if chosen is not None:
                     spread = chosen[:, None] if packed is None else chosen.index_select(0, packed.sequence)[None]
-                with mixture.active(weights, spread):
+                with mixture.active(weights, spread, spoken=packed.ends if packed else None):
                     return step()
 
             tokens = _decode(backbone, rows, most, routed)

@@ -79,6 +79,14 @@ class FedWeaveModel:
         """Soft router weights of cached features: [n, d] to [n, M] on the CPU."""
         return self.experts.weights(features)
 
+    def require_whole_span(self, where: str) -> None:
+        """Other programs let experts see a whole prompt."""
+        if self.mixture.span != "all":
+            raise UserError(
+                f"these experts see answers alone (experts.span={self.mixture.span}), and in {where} they would "
+                "see prompts too, which they were not trained for; use a bundle with `fedweave serve`."
+            )
+
     def route(self, prompts: Sequence[Prompt]) -> torch.Tensor:
         """Soft router weights of prompts, [n, M]."""
         return self.judge(self.backbone.prompts.encode_prompts(_several(prompts)))[0]

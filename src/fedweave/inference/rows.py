@@ -160,7 +160,7 @@ class RunningBatch:
         self.rows += joining
         cache = self.cache.read(packed, slots)
         gates = self._gates(joining).to(device).index_select(0, packed.sequence)[None]  # [1, T, M]
-        with self._experts(gates):
+        with self._experts(gates, packed.ends):
             hidden = self.backbone.hidden(packed, cache)
         for row, start in zip(joining, packed.starts.tolist(), strict=True):
             if row.sampling.echo:
@@ -201,9 +201,9 @@ class RunningBatch:
         every = self.mixture.layout.all_gates if self.mixture else lambda gates: gates
         return torch.stack([every(row.gates) for row in rows])
 
-    def _experts(self, gates: torch.Tensor) -> AbstractContextManager[None]:
+    def _experts(self, gates: torch.Tensor, spoken: torch.Tensor | None = None) -> AbstractContextManager[None]:
         """A pass with every row's own gates, broadcastable to its tokens; without a mixture the bare backbone."""
-        return nullcontext() if self.mixture is None else self.mixture.active(self.weights, gates)
+        return nullcontext() if self.mixture is None else self.mixture.active(self.weights, gates, spoken=spoken)
 
     def _take(self, rows: list[Row], logits: torch.Tensor) -> Iterator[tuple[Row, str]]:
         """Choose every row's token: all at once where nothing but the maximum is asked for."""

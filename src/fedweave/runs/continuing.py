@@ -27,6 +27,7 @@ def initial_state(config: Config, backbone: Backbone) -> RoutedExperts | None:
         rank: (experts.single_rank if description["router"] is None else experts.rank, description["rank"]),
         "experts.shared_rank": (experts.shared_rank if description["router"] else 0, description.get("shared", 0)),
         "experts.alpha": (experts.alpha, description["alpha"]),
+        "experts.span": (experts.span, description.get("span", "all")),
         "experts.target_modules": (
             sorted(spelled_out(experts.target_modules, layers)),
             sorted(description["target_modules"]),

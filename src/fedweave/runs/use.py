@@ -94,7 +94,7 @@ def _run_models(
     snapshot.check(config, backbone)
     layers = backbone.linear_layers(config.experts.target_modules)
     state = (snapshot.state if last else snapshot.best)(layers, backbone.device)
-    mixture = Mixture(layers, state.layout, config.experts.alpha)
+    mixture = Mixture(layers, state.layout, config.experts.alpha, config.experts.span)
     return routed_models(backbone, mixture, method, state), snapshot
 
 
@@ -156,7 +156,9 @@ def export_as(
     """Write the model of a run or a bundle in a form without a router: :func:`write_soft`, :func:`write_merged`,
     :func:`write_gguf` or :func:`write_mlx` of :mod:`fedweave.bundle`."""
     require_new(target)
-    write(target, *_described(source, last, checkpoint, model, base))
+    found, description = _described(source, last, checkpoint, model, base)
+    found.require_whole_span("such a file")
+    write(target, found, description)
 
 
 def _the_model(

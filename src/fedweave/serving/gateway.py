@@ -31,6 +31,7 @@ _BROKEN = (httpx.HTTPError, ApiError, ValueError, KeyError, TypeError, IndexErro
 class Gateway:
     def __init__(self, model: FedWeaveModel, limits: Limits, url: str, key: str | None = None, kind: str = "vllm"):
         """``kind`` is which program the upstream is, for each takes an adapter in its own way."""
+        model.require_whole_span("an upstream server")
         self.model, self.limits, self.kind = model, limits, kind
         self.url = url.rstrip("/").removesuffix("/v1")
         headers = {"Authorization": f"Bearer {key}"} if key else {}

@@ -121,13 +121,14 @@ class StepBatch:
     weight: torch.Tensor  # [n] of each token's loss, together 1 in every lane; 0 for filling
     slot: torch.Tensor  # [S] row of each sequence in the padded [K·s] router batch
     features: torch.Tensor  # [K, s, d] what routers read, or [K, s, M] the gates themselves where they are given
+    spoken: torch.Tensor  # [T] 1 on every prompt's last token and on its answer, 0 before
     dropout: DropoutKeys | None
 
     def tensors(self) -> list[torch.Tensor]:
         p = self.packed
         more = [p.tiles, self.dropout.tokens if self.dropout else None]
         return [p.ids, p.positions, p.sequence, p.boundaries, p.lanes.spans, p.lanes.tiles, self.source,
-                self.target, self.lane, self.weight, self.slot, self.features,
+                self.target, self.lane, self.weight, self.slot, self.features, self.spoken,
                 *(tensor for tensor in more if tensor is not None)]  # fmt: skip
 
     def load(self, other: StepBatch) -> None:
@@ -155,6 +156,7 @@ def build_batch(
     even = np.array([lane.even for lane in lanes])[owner]  # [sequences]
     share = np.where(even, np.bincount(owner, minlength=len(lanes))[owner] * answer_counts, per_lane[owner])
     ids = np.concatenate([e.ids for e in rows])
+    spoken = np.concatenate([np.arange(len(e.ids)) >= e.answer_start - 1 for e in rows])
     most = capacity.sequences if capacity else max(len(lane) for lane in chosen)
     read = [lane.data.features if lane.gates is None else lane.gates for lane in lanes]
     features = torch.zeros(len(lanes), most, read[0].shape[1])
@@ -167,7 +169,7 @@ def build_batch(
         tail = _tail(capacity.tokens - len(ids), capacity.longest)
         spare = capacity.sequences * len(lanes) + -(-capacity.tokens // capacity.longest) - len(lengths) - len(tail)
         lengths = np.concatenate([lengths, tail, np.zeros(spare, dtype=int)])
-        ids = np.pad(ids, (0, capacity.tokens - len(ids)))
+        ids, spoken = (np.pad(x, (0, capacity.tokens - len(x))) for x in (ids, spoken))
         fill = capacity.answers - len(source)
         source, target, lane_of_answer = (np.pad(x, (0, fill)) for x in (source, target, lane_of_answer))
         weight, slot = np.pad(weight, (0, fill)), np.pad(slot, (0, len(lengths) - len(slot)))
@@ -184,6 +186,7 @@ def build_batch(
         weight=to_device(weight, device, torch.float32),
         slot=to_device(slot, device),
         features=features.to(device, non_blocking=True),
+        spoken=to_device(spoken, device, torch.float32),
         dropout=keys,
     )
 

@@ -10,6 +10,7 @@ import numpy as np
 import torch
 
 from fedweave.backbone.load import Backbone
+from fedweave.backbone.quantised import packed_weights
 from fedweave.config import TrainingConfig
 from fedweave.experts.layout import AdapterLayout
 from fedweave.training.batch import Lane
@@ -17,6 +18,7 @@ from fedweave.training.memory import Step, StepMemory, in_all
 from fedweave.training.pace import Pace
 
 USABLE = 0.92  # of the free memory; the rest is for holes between tensors and what libraries take
+_LARGEST_OF_TEN = 1.54  # standard deviations above the mean
 _CPU_TOKENS = 4096  # a longer step is no faster on a CPU
 _CPU_BYTES = 4e9  # of activations in a step on a CPU
 _WAYS = {"off": [False], "on": [True], "auto": [False, True]}  # whether layers run again; of equals the first
@@ -51,6 +53,8 @@ def lanes_that_fit(
         return Fit(max(1, int(limit / one.tokens)), f"{limit} tokens in a step", again)
     free, _ = torch.cuda.mem_get_info(backbone.device)
     free += torch.cuda.memory_reserved(backbone.device) - torch.cuda.memory_allocated(backbone.device)
+    if not packed_weights(backbone.model):
+        free -= int(memory.rounded(training.fp8))  # which the first step makes
     return choose(memory, pace_of(backbone), one, len(lanes), free, training)
 
 
@@ -99,10 +103,12 @@ def pace_of(backbone: Backbone) -> Pace:
 
 
 def one_lane(lanes: Sequence[Lane]) -> Step:
-    """The mean of these lanes' steps."""
+    """The mean of these lanes' steps. Where a batch is of one bucket they differ more than single examples do."""
     lengths = [len(e.ids) for lane in lanes for e in lane.data.examples]
     answers = sum(len(e.ids) - e.answer_start for lane in lanes for e in lane.data.examples)
     mean, batch = float(np.mean(lengths)), max(1, *(len(step) for lane in lanes for step in lane.schedule))
+    steps = [sum(len(e.ids) for e in lane.examples(i)) for lane in lanes for i in range(len(lane.schedule))]
+    spread = _LARGEST_OF_TEN * float(np.std(steps)) / max(1.0, float(np.mean(steps))) * batch**0.5
     trained = lanes[0].theta.numel() + (lanes[0].phi.numel() if lanes[0].phi is not None else 0)
     trained *= batch if lanes[0].shield is not None else 1  # every example has a gradient of its own
-    return Step(1, mean * batch, trained, answers / sum(lengths), max(lengths) / mean, mean)
+    return Step(1, mean * batch, trained, answers / sum(lengths), max(lengths) / mean, mean, spread)

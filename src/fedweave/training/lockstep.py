@@ -277,7 +277,7 @@ class LockstepTrainer:
         if weights is not None:
             per_sequence = weights.flatten(0, 1).index_select(0, batch.slot)  # [S, M]
             gates = spread(per_sequence, packed.sequence, packed.boundaries)[None]  # [1, T, M]
-        with self.mixture.active(experts.leaves, gates, packed.lanes, batch.dropout):
+        with self.mixture.active(experts.leaves, gates, packed.lanes, batch.dropout, batch.spoken):
             hidden = self.backbone.hidden(packed, again=self.checkpointing, fp8=self.config.fp8)  # [T, d]
         answers = hidden.index_select(0, batch.source)
         nll = token_nll(answers, self.backbone.head, batch.target, self.backbone.softcap)

@@ -1,6 +1,6 @@
 """What a training step takes of memory, counted from shapes: for ``clients_per_step=auto`` and ``fedweave budget``.
 
-    backbone      the frozen weights
+    backbone      the frozen weights; where they are quantised, also the largest of them unpacked
     clients       of every trained number a float32 master, start, gradient and two moments, and in half precision a
                   copy of it and of its gradient
     activations   what every layer keeps for the backward pass
@@ -24,11 +24,11 @@ With checkpointing it keeps d, and one layer at a time keeps all of that.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from functools import cached_property
 from typing import TYPE_CHECKING
 
 from fedweave.kernels.attention import WIDEST
 from fedweave.kernels.entropy import BLOCK_ELEMENTS
+from fedweave.kernels.frozen import AT_ONCE
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -50,6 +50,7 @@ class Step:
     answers: float = 1 / 3  # share of the tokens that are predicted
     longest: float = 3.0  # sequence, as a multiple of the mean one
     mean: float = 115.0  # tokens of a sequence
+    spread: float = 1.0  # by how much steps differ: the longest of ten has 1 + spread / √n of the mean, n sequences
 
     def times(self, lanes: int) -> Step:
         """So many of it."""
@@ -57,9 +58,9 @@ class Step:
 
     @property
     def most_tokens(self) -> float:
-        """Of the longest of ten such steps, of n sequences each: lengths vary by about 0.65 of their mean, sums of
-        n by 0.65 / √n of theirs, and the largest of ten lies 1.54 deviations above the mean."""
-        return self.tokens * (1 + (self.mean / max(self.tokens, self.mean)) ** 0.5)
+        """Of the longest of ten such steps. Lengths of mixed examples vary by about 0.65 of their mean, sums of n
+        by 0.65 / √n of theirs, and the largest of ten lies 1.54 deviations above the mean: a spread of 1."""
+        return self.tokens * (1 + self.spread * (self.mean / max(self.tokens, self.mean)) ** 0.5)
 
 
 @dataclass(frozen=True)
@@ -141,20 +142,35 @@ class StepMemory:
             "passing": max(logits, tokens * self.passing_bytes) + (0 if cpu else _LIBRARIES),
         }
 
-    def process(self, parameters: int, step: Step, checkpointing: bool = False) -> dict[str, float]:
-        """The same of a CPU's whole process, which keeps joined products in both forms."""
-        backbone = float((parameters + self.joined) * self.element)
-        return {"process": float(_PROCESS), "backbone": backbone, **self.training(step, checkpointing, cpu=True)}
+    def process(self, weights: float, step: Step, checkpointing: bool = False) -> dict[str, float]:
+        """The same of a CPU's whole process, with a backbone whose ``weights`` take so many bytes."""
+        return {"process": float(_PROCESS), "backbone": weights, **self.training(step, checkpointing, cpu=True)}
 
-    def loading(self, parameters: int) -> float:
-        """Bytes of a CPU's process while its products are joined: all weights as read and as they will be."""
-        return _PROCESS + float((2 * parameters + self.joined) * self.element)
+    def loading(self, weights: float) -> float:
+        """Bytes of a CPU's process while plain weights are as they were read and, joined, as they will be."""
+        return _PROCESS + 2 * weights + self.joined
 
-    @cached_property
-    def joined(self) -> int:
-        """Weights of the products that ``backbone/decoder.py`` joins."""
+    # ---------------------------------------------------------------------------------- beside the weights
+
+    @property
+    def joined(self) -> float:
+        """Bytes of the products that ``backbone/decoder.py`` joins, which a CPU keeps in both forms."""
         d, q, k, inner = self._widths
-        return self.config.num_hidden_layers * d * (q + 2 * k + 2 * inner) if self.fused else 0
+        return float(
+            self.config.num_hidden_layers * d * (q + 2 * k + 2 * inner) * self.element if self.fused else 0
+        )
+
+    def rounded(self, fp8: str) -> float:
+        """Bytes of the frozen products' second and third form, in 8 bits (``training.fp8``)."""
+        d, q, k, inner = self._widths
+        numbers = self.config.num_hidden_layers * d * (2 * q + 2 * k + 3 * inner)
+        return float(numbers * {"off": 0, "forward": 1, "both": 2}[fp8] * self.fused)
+
+    def unpacked(self, head: bool) -> float:
+        """Bytes in which quantised weights take turns; ``head``: the output layer is one of them."""
+        d, q, k, inner = self._widths
+        largest = max(d * (q + 2 * k), 2 * d * inner, head * d * self.config.vocab_size)
+        return float(min(AT_ONCE["cuda"], largest) * self.element)
 
 
 def in_all(parts: dict[str, float]) -> float:
