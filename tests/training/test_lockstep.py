@@ -3,6 +3,7 @@
 import copy
 import math
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -72,6 +73,17 @@ def test_a_client_does_not_feel_its_neighbours(backbone):
         assert (calm[k].delta_theta - wild[k].delta_theta).abs().max() <= 1e-5
         assert (calm[k].delta_phi - wild[k].delta_phi).abs().max() <= 1e-5
     assert (calm[1].delta_theta - wild[1].delta_theta).abs().max() > 1e-3
+
+
+def test_numbers_that_are_none_stay_with_their_lane(backbone):
+    layout, router = setup(backbone)
+    lanes = make_lanes(backbone, layout, router, clients=3)
+    lanes[1].theta = torch.full_like(lanes[1].theta, math.nan)
+    trainer, mixture = make_trainer(backbone, layout, router, 0.0)
+    results = list(trainer.train(lanes, 3))
+    mixture.detach()
+    assert [bool(np.isfinite(result.losses).all()) for result in results] == [True, False, True]
+    assert [bool(result.delta_theta.isfinite().all()) for result in results] == [True, False, True]
 
 
 @pytest.mark.parametrize("weight_decay", [0.0, 0.1])

@@ -95,8 +95,10 @@ class Packed:
         if self.similar is not None:
             return self.similar
         steps = torch.arange(self.longest, device=self.ids.device)
-        # Past a sequence's end the index runs into its neighbour: garbage keys, but later than every real query.
-        index = (self.starts[:, None] + steps).clamp_(max=self.tokens - 1).flatten()  # [S·L]
+        # Past its end a sequence's last token stands again: keys later than every real query, not a neighbour's,
+        # whose NaN would be its own
+        last = (self.boundaries[1:, None] - 1).clamp_(min=0)
+        index = (self.starts[:, None] + steps).minimum(last).flatten()  # [S·L]
         return Blocks([(index, self.longest)], self.sequence * self.longest + self.positions[0])
 
 
@@ -108,7 +110,7 @@ def _similar(lengths: np.ndarray, ends: np.ndarray) -> Blocks:
     for length in np.unique(padded[lengths > 0]).tolist():
         members = np.flatnonzero(padded == length)
         firsts = ends[members] - lengths[members]
-        index = np.minimum(firsts[:, None] + np.arange(length), len(real) - 1)  # [S, L]
+        index = np.minimum(firsts[:, None] + np.arange(length), ends[members, None] - 1)  # [S, L]
         for row, (first, n) in enumerate(zip(firsts, lengths[members], strict=True)):
             real[first : first + n] = place + row * length + np.arange(n)
         parts.append((torch.from_numpy(index.ravel()), length))

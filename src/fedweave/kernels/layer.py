@@ -197,7 +197,7 @@ if triton is not None:
             inner = 1.5957691216057308 * (gate + 0.044715 * gate * gate * gate)
             return tl.sigmoid(inner), 1.5957691216057308 * (1 + 0.134145 * gate * gate)
         else:
-            return tl.sigmoid(gate), gate * 0 + 1
+            return tl.sigmoid(gate), tl.full(gate.shape, 1.0, tl.float32)
 
     @triton.jit
     def _gated_kernel(both, out, WIDTH, GELU: tl.constexpr, BLOCK: tl.constexpr):

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from fedweave.kernels import Context, fused, power_of_two, tl, triton
 
-_TOKENS = 64  # of a block
+_NUMBERS = 64 * 64  # of a block, in either half of a head
 
 
 @dataclass(frozen=True)
@@ -110,11 +110,12 @@ def _launch(
 ) -> None:
     q, k, v = parts
     tokens, heads, width = q.shape
-    kv_heads = k.shape[1]
-    _rotary_kernel[(-(-tokens // _TOKENS), heads + 2 * kv_heads)](
+    kv_heads, half = k.shape[1], power_of_two(width // 2)
+    block = max(16, min(64, _NUMBERS // half // (1 if norms is None else 2)))  # norms hold twice as much
+    _rotary_kernel[(-(-tokens // block), heads + 2 * kv_heads)](
         qkv, q, k, v, cos, sin, before, cos if norms is None else norms.weight,
         tokens, heads, kv_heads, width, cos.shape[1], 0.0 if norms is None else norms.eps,
-        BACK=back, NORMED=norms is not None, TOKENS=_TOKENS, HALF=power_of_two(width // 2),
+        BACK=back, NORMED=norms is not None, TOKENS=block, HALF=half,
     )  # fmt: skip
 
 
@@ -154,9 +155,10 @@ if triton is not None:
             scale = tl.rsqrt((tl.sum(x * x, 1) + tl.sum(z * z, 1)) / D + eps)[:, None]
             x, z = x * scale, z * scale
             if not BACK:
-                kind, rounded = weight.dtype.element_ty, target.dtype.element_ty
-                a = tl.where(changed, (x.to(kind) * left_weight).to(rounded).to(tl.float32), a)
-                b = tl.where(changed, (z.to(kind) * right_weight).to(rounded).to(tl.float32), b)
+                u = (x.to(weight.dtype.element_ty) * left_weight).to(target.dtype.element_ty)
+                w = (z.to(weight.dtype.element_ty) * right_weight).to(target.dtype.element_ty)
+                a = tl.where(changed, u.to(tl.float32), a)
+                b = tl.where(changed, w.to(tl.float32), b)
         at = t[:, None] * R + c[None, :]
         near = live & turns[None, :]
         cosine = tl.where(changed, tl.load(cos + at, near, 1.0).to(tl.float32), 1.0)

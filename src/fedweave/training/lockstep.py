@@ -282,7 +282,7 @@ class LockstepTrainer:
         answers = hidden.index_select(0, batch.source)
         nll = token_nll(answers, self.backbone.head, batch.target, self.backbone.softcap)
         whose = batch.lane[None] == torch.arange(lanes, device=nll.device)[:, None]  # [K, n]
-        return whose.to(nll.dtype) @ (nll * batch.weight)
+        return torch.where(whose, nll * batch.weight, 0.0).sum(1)  # no product: NaN · 0 would be every lane's
 
 
 @torch.no_grad()
