@@ -10,7 +10,7 @@ from fedweave.config import TrainingConfig
 from fedweave.experts.layout import AdapterLayout
 from fedweave.router.mlp import RouterLayout
 from fedweave.training.batch import ClientData, Lane
-from fedweave.training.fit import choose, lanes_that_fit, most_lanes, one_lane
+from fedweave.training.fit import choose, cpu_tokens, lanes_that_fit, most_lanes, one_lane
 from fedweave.training.memory import Step, StepMemory
 from fedweave.training.pace import Pace
 from tests.helpers import TARGETS, make_lanes
@@ -40,6 +40,12 @@ def test_on_a_cpu_a_step_has_so_many_tokens(backbone):
     mean = np.mean([len(e.ids) for lane in lanes for e in lane.data.examples])
     assert roomy.lanes == int(4096 / (mean * 4)) and "4096 tokens" in roomy.why and not roomy.checkpointing
     assert lanes_that_fit(backbone, layout, lanes, TrainingConfig(checkpointing="on")).checkpointing
+
+
+def test_on_a_cpu_steps_are_short_where_weights_stay_quantised():
+    small, large = (StepMemory(config, True, 4, (), 0).token_bytes() for config in (SMALL, LARGE))
+    assert cpu_tokens(small) == 4096 and 512 < cpu_tokens(small, quantised=True) < 800
+    assert cpu_tokens(large, quantised=True) == 512 < cpu_tokens(large)
 
 
 def test_nothing_runs_twice_where_everything_fits():

@@ -127,7 +127,7 @@ def _memory(run: RunRecord, budget: Budget, shape: ModelShape) -> Spent:
     def add(layout: AdapterLayout, trained: int, lanes: int, tokens: float, examples: float) -> None:
         """A phase of so many lanes, each with so many tokens a step, as many of them at once as are allowed."""
         memory = shape.memory(layout, element_size)
-        most = cpu_tokens(memory.token_bytes(again)) if cpu else math.inf
+        most = cpu_tokens(memory.token_bytes(again), config.backbone.weights != "dense") if cpu else math.inf
         at_once = min(lanes, max(1, int(most / tokens)) if asked == "auto" else int(asked)) if tokens else lanes
         step = Step(at_once, at_once * tokens, trained, mean=max(1.0, tokens / examples))
         weights, dense = shape.backbone_bytes(kept, memory), kept == "dense"

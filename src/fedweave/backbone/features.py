@@ -20,7 +20,6 @@ from fedweave.backbone.packing import pack, token_budget_batches
 from fedweave.backbone.prompts import EncodedPrompt
 from fedweave.console import Console
 from fedweave.files import atomic_file
-from fedweave.kernels.frozen import Resident
 from fedweave.kernels.lanes import sum_segments
 
 
@@ -69,7 +68,7 @@ def cached_features(
 
 def _key(backbone: Backbone, prompts: Sequence[EncodedPrompt]) -> str:
     # a quantised weight in float32 is no bfloat16 number, as those of the same model's plain copy are
-    rounding = [str(backbone.dtype), *(["as stored"] if isinstance(backbone.head, Resident) else [])]
+    rounding = [str(backbone.dtype), *(["as stored"] if backbone.quantised else [])]
     digest = hashlib.sha256(json.dumps([backbone.fingerprint, backbone.device.type, *rounding]).encode())
     for prompt in prompts:
         digest.update(prompt.routed.ids.tobytes() + repr(prompt.routed.pool).encode())

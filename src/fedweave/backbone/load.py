@@ -22,7 +22,7 @@ from fedweave.backbone.library import LibraryLayers
 from fedweave.backbone.packing import Packed
 from fedweave.backbone.positions import steady_positions
 from fedweave.backbone.prompts import PromptFormat
-from fedweave.backbone.quantised import QuantisedLinear, numbers_of
+from fedweave.backbone.quantised import QuantisedLinear, numbers_of, packed_weights
 from fedweave.backbone.targets import linear_layers
 from fedweave.backbone.weights import load_model, weights_hash
 from fedweave.config import BackboneConfig
@@ -74,6 +74,11 @@ class Backbone:
     def parameters(self) -> int:
         """How many weights there are."""
         return numbers_of(self.model)
+
+    @cached_property
+    def quantised(self) -> bool:
+        """Whether some weights stay so."""
+        return bool(packed_weights(self.model))
 
     @cached_property
     def weights_hash(self) -> str:

@@ -157,7 +157,8 @@ def _unpack(q: Quantised) -> Tensor:
 def _write(q: Quantised, out: Tensor) -> None:
     wide = out if out.dtype == torch.float32 else torch.empty(q.shape, device=out.device)
     if q.format.table is None:
-        wide.copy_(_unpack(q).sub_(q.format.zero).view(torch.int8))  # a byte wraps, and is a signed one then
+        codes = _unpack(q)
+        wide.copy_(codes.sub_(q.format.zero).view(torch.int8) if q.format.zero else codes)  # a byte wraps
     else:
         pairs = _pairs(q.format.table, out.device)
         torch.index_select(pairs, 0, q.low.flatten().int(), out=wide.view(torch.float64).flatten())

@@ -10,7 +10,6 @@ import numpy as np
 import torch
 
 from fedweave.backbone.load import Backbone
-from fedweave.backbone.quantised import packed_weights
 from fedweave.config import TrainingConfig
 from fedweave.experts.layout import AdapterLayout
 from fedweave.training.batch import Lane
@@ -21,6 +20,7 @@ USABLE = 0.92  # of the free memory; the rest is for holes between tensors and w
 _LARGEST_OF_TEN = 1.54  # standard deviations above the mean
 _CPU_TOKENS = 4096  # a longer step is no faster on a CPU
 _CPU_BYTES = 4e9  # of activations in a step on a CPU
+_CPU_BYTES_OF_SMALL = 5e8  # the same where weights stay quantised: who wants that has little memory
 _WAYS = {"off": [False], "on": [True], "auto": [False, True]}  # whether layers run again; of equals the first
 
 
@@ -33,9 +33,10 @@ class Fit:
     checkpointing: bool = False
 
 
-def cpu_tokens(per_token: float) -> int:
-    """Most tokens of a step on a CPU; ``per_token`` are the bytes that each keeps."""
-    return min(_CPU_TOKENS, max(512, int(_CPU_BYTES / per_token)))
+def cpu_tokens(per_token: float, quantised: bool = False) -> int:
+    """Most tokens of a step on a CPU; ``per_token`` are the bytes that each keeps. Where the backbone's weights
+    stay ``quantised``, fewer: unpacking them costs no more than a few dozen tokens."""
+    return min(_CPU_TOKENS, max(512, int((_CPU_BYTES_OF_SMALL if quantised else _CPU_BYTES) / per_token)))
 
 
 def lanes_that_fit(
@@ -49,11 +50,11 @@ def lanes_that_fit(
         again = ways[0] or (len(ways) > 1 and one.tokens * memory.token_bytes() > _CPU_BYTES)
         if asked != "auto":
             return Fit(int(asked), f"training.clients_per_step={asked}", again)
-        limit = cpu_tokens(memory.token_bytes(again))
+        limit = cpu_tokens(memory.token_bytes(again), backbone.quantised)
         return Fit(max(1, int(limit / one.tokens)), f"{limit} tokens in a step", again)
     free, _ = torch.cuda.mem_get_info(backbone.device)
     free += torch.cuda.memory_reserved(backbone.device) - torch.cuda.memory_allocated(backbone.device)
-    if not packed_weights(backbone.model):
+    if not backbone.quantised:
         free -= int(memory.rounded(training.fp8))  # which the first step makes
     return choose(memory, pace_of(backbone), one, len(lanes), free, training)
 
