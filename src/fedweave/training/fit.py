@@ -10,7 +10,6 @@ import numpy as np
 import torch
 
 from fedweave.backbone.load import Backbone
-from fedweave.backbone.quantised import packed_weights
 from fedweave.config import TrainingConfig
 from fedweave.experts.layout import AdapterLayout
 from fedweave.training.batch import Lane
@@ -55,7 +54,7 @@ def lanes_that_fit(
         return Fit(max(1, int(limit / one.tokens)), f"{limit} tokens in a step", again)
     free, _ = torch.cuda.mem_get_info(backbone.device)
     free += torch.cuda.memory_reserved(backbone.device) - torch.cuda.memory_allocated(backbone.device)
-    if not packed_weights(backbone.model):
+    if not backbone.quantised:
         free -= int(memory.rounded(training.fp8))  # which the first step makes
     return choose(memory, pace_of(backbone), one, len(lanes), free, training)
 
