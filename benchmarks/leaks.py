@@ -1,6 +1,8 @@
-"""What a curious server can tell from the messages it gets: was this example among those that a client trained on?
+"""What a curious server can tell from the messages it gets: was this example among those that a client trained on,
+and which words did they hold?
 
     python -m benchmarks.leaks [--clients 5] [--examples 24] [--seeds 3] [--output FILE] [key=value …]
+    python -m benchmarks.leaks --words …      # the second question alone (benchmarks/inversion.py)
 
 Membership inference on our own messages: the server knows the model that it sent, computes a candidate's gradient
 there, and takes its cosine with what came back (an update goes against the gradients of what it was trained on).
@@ -15,13 +17,16 @@ from __future__ import annotations
 
 import argparse
 import json
+from collections.abc import Callable, Iterable
+from itertools import islice
 from pathlib import Path
 
 import numpy as np
 import torch
 from sklearn.metrics import roc_auc_score
 
-from benchmarks.server_memory import with_a_model
+from benchmarks.inversion import answering, candidates, first_inputs, in_the_span, recovered, wide_model
+from benchmarks.server_memory import tiny_model, with_a_model
 from fedweave.backbone.features import compute_features
 from fedweave.config import Config, load_config
 from fedweave.console import Console
@@ -30,8 +35,10 @@ from fedweave.federation.state import broadcast
 from fedweave.methods.fedweave import FedWeave
 from fedweave.methods.prototypes import first_adapter
 from fedweave.runs.workspace import Workspace, prepare
+from fedweave.streams import stream_key
 from fedweave.training.batch import ClientData, Lane
 from fedweave.training.private import PrivateTrainer
+from fedweave.training.schedule import bucket_batches
 
 BASE = [
     "data.alpha=100", "data.test=1", "discovery.max_buckets=1", "discovery.sketch=4", "alignment.max_experts=1",
@@ -45,6 +52,15 @@ SWITCHES = {
     "client, ε = 8": ["privacy.level=client", "privacy.epsilon=8"],
     "client, ε = 8, secure": ["privacy.level=client", "privacy.epsilon=8", "federation.secure_aggregation=true"],
 }
+# What a server may ask a client to do, where the client does not mind; a site's floors refuse the second.
+HOSTILE = ["training.batch_size=1", "training.clip=1e-9", "experts.rank=64", "discovery.warmup_batch=1",
+           "discovery.warmup_steps=2", "training.lr=1", "discovery.warmup_lr=1"]  # fmt: skip
+QUESTIONS = {
+    "ten steps": ["training.local_steps=10"],
+    "a hostile server": HOSTILE,
+    "a hostile server, within the floors": [*HOSTILE, "training.batch_size=2", "training.clip=0.001",
+                                            "discovery.warmup_batch=2"],
+}  # fmt: skip
 
 
 def strangers(workspace: Workspace, count: int) -> ClientData:
@@ -99,29 +115,83 @@ def measure(config: Config) -> dict[str, float]:
     return found
 
 
+def words(config: Config) -> dict[str, float]:
+    """How many of client 0's tokens can be told from each of its messages."""
+    workspace = prepare(config, Console(quiet=True)).build(Console(quiet=True))
+    engine, method = workspace.engine, FedWeave(config)
+    target, first = engine.members[0], first_inputs(workspace.backbone)
+    everybody = [e for client in engine.members for e in client.data.examples] + list(workspace.validation.encoded)
+    signer = method.discover.signer(engine.layout(config.experts.rank, 1))
+    start = first_adapter(signer.layout, config.seed)
+    ((_, told), *_) = engine.ask(method.discover, engine.members[:1], Message())
+    state = method.prepare(engine)
+    asked = engine.members if config.federation.secure_aggregation else [target]
+    ((_, begun), *_) = engine.ask(method.start, asked, Message(facts={"experts": state.layout.experts}))
+    ((_, update), *_) = engine.ask(method.train, asked, broadcast(state, 0))
+    engine.detach()
+
+    def drawn(batches: Iterable[np.ndarray]) -> tuple[torch.Tensor, np.ndarray]:
+        """The inputs of all candidates, and which of them were in these batches."""
+        own = [target.data.examples[i] for i in dict.fromkeys(i for batch in batches for i in batch)]
+        tokens, members = candidates(everybody, own)
+        return first[tokens], members
+
+    everything = [np.arange(len(target.data))]
+    trained = method.lane(target, state, 0).schedule
+    warm = bucket_batches(target.buckets[0], config.discovery.warmup_batch,
+                          stream_key("warmup", config.seed, target.index, 0))  # fmt: skip
+    warmed = list(islice(warm, config.discovery.warmup_steps)) if config.privacy.level == "none" else everything
+    (signed_on, signed), (trained_on, own) = drawn(warmed), drawn(trained)
+    adapter = torch.stack([row for _, row, _ in begun]).mean(0)
+    found = {
+        "signature": recovered(answering(signed_on, signer, start, told.signatures[0]), signed),
+        "start": recovered(in_the_span(signed_on, signer.layout, adapter - start), signed),
+        "update": recovered(in_the_span(trained_on, state.layout, update.delta_theta), own),
+    }
+    return {f"{kind} {figure}": x for kind, both in found.items() for figure, x in both.items()} | {
+        "chance": float(own.mean()),
+    }
+
+
+def table(
+    measure: Callable[[Config], dict[str, float]], switches: dict[str, list[str]], fixed: list[str], seeds: int
+) -> list[dict]:
+    """A row for every switch, of means over seeds; printed as it comes."""
+    rows = []
+    for name, switch in switches.items():
+        measured = [measure(load_config("quickstart", [*fixed, *switch, f"seed={seed}"])) for seed in range(seeds)]
+        row = {kind: round(float(np.mean([one[kind] for one in measured])), 3) for kind in measured[0]}
+        rows.append({"switch": name, **row})
+        print(f"{name:<36} " + "  ".join(f"{kind} {x:.3f}" for kind, x in row.items()), flush=True)
+    return rows
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--clients", type=int, default=5)
     parser.add_argument("--examples", type=int, default=24, help="of every client, about")
     parser.add_argument("--seeds", type=int, default=3)
-    parser.add_argument("--output", type=Path)
+    parser.add_argument("--words", action="store_true", help="which words, instead of which examples")
+    parser.add_argument("--output", type=Path, help="a JSON file; what it has of the other question stays")
     parser.add_argument("overrides", nargs="*")
     args = parser.parse_args()
-    rows = []
-    with with_a_model(args.overrides) as overrides:
+    with with_a_model(args.overrides, wide_model if args.words else tiny_model) as overrides:
         size = [f"data.clients={args.clients}", f"data.train={args.examples * args.clients // 4}"]
-        fixed = [*BASE, *size, f"data.validation={args.examples}", f"training.batch_size={args.examples}"]
-        fixed += overrides
-        print(f"{'switch':<24} signature  update   (area under the ROC curve; 0.5 is chance)")
-        for name, switch in SWITCHES.items():
-            measured = [
-                measure(load_config("quickstart", [*fixed, *switch, f"seed={seed}"])) for seed in range(args.seeds)
-            ]
-            row = {kind: round(float(np.mean([one[kind] for one in measured])), 3) for kind in measured[0]}
-            rows.append({"switch": name, **row})
-            print(f"{name:<24} {row['signature']:<9.3f}  {row['update']:.3f}")
+        fixed = [
+            *BASE,
+            *size,
+            f"data.validation={args.examples}",
+            f"training.batch_size={args.examples}",
+            *overrides,
+        ]
+        if args.words:
+            rows = table(words, SWITCHES | QUESTIONS, fixed, args.seeds)
+        else:
+            rows = table(measure, SWITCHES, fixed, args.seeds)
     if args.output:
-        args.output.write_text(json.dumps(rows, indent=1) + "\n", encoding="utf-8")
+        known = json.loads(args.output.read_text(encoding="utf-8")) if args.output.is_file() else {}
+        known["words" if args.words else "members"] = rows
+        args.output.write_text(json.dumps(known, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":

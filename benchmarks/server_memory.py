@@ -18,7 +18,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -110,11 +110,11 @@ def simulation(clients: int) -> dict:
 
 
 @contextmanager
-def with_a_model(overrides: Sequence[str]) -> Iterator[list[str]]:
-    """These overrides, and a tiny model where they name none."""
+def with_a_model(overrides: Sequence[str], make: Callable[[Path], Path] | None = None) -> Iterator[list[str]]:
+    """These overrides, and a tiny model, or one that ``make`` writes, where they name none."""
     with tempfile.TemporaryDirectory() as scratch:
         named = any(override.startswith("backbone.model=") for override in overrides)
-        yield [*([] if named else [f"backbone.model={tiny_model(Path(scratch))}"]), *overrides]
+        yield [*([] if named else [f"backbone.model={(make or tiny_model)(Path(scratch))}"]), *overrides]
 
 
 def tiny_model(folder: Path) -> Path:

@@ -22,7 +22,7 @@ http {
         ssl_certificate $folder/server.crt;
         ssl_certificate_key $folder/server.key;
         ssl_protocols TLSv1.2 TLSv1.3;
-        client_max_body_size 0;   # an update may be hundreds of megabytes
+        client_max_body_size 64m;   # Flower cuts what is longer into pieces of 5 MiB
         location /v1/fleet/ {
             proxy_pass https://127.0.0.1:$superlink;
             proxy_ssl_verify on;

@@ -13,6 +13,7 @@ import yaml
 
 from fedweave.config_method import (
     AlignmentConfig,
+    AttackConfig,
     DiscoveryConfig,
     ExpertsConfig,
     LivingConfig,
@@ -28,6 +29,7 @@ from fedweave.settings import Tree, build, insert, read_yaml, read_yaml_value, s
 
 __all__ = [
     "AlignmentConfig",
+    "AttackConfig",
     "DiscoveryConfig",
     "ExpertsConfig",
     "LivingConfig",
@@ -169,8 +171,12 @@ class FederationConfig:
     hostile: float = setting(
         0.3, "rule=trimmed or krum: share of the clients that may be hostile.", low=0.0, high=0.49
     )
-    max_share: float = setting(
-        1.0, "Most that one client counts in an expert or in the router, as a share.", low=0.0, high=1.0
+    max_share: float | Literal["auto"] = setting(
+        "auto",
+        "Most that one client counts in an expert or in the router, as a share; auto is a fifth over sites, whose "
+        "numbers of examples are their own claims, and 1 elsewhere.",
+        low=0.0,
+        high=1.0,
     )
     quarantine: int = setting(
         0,
@@ -202,6 +208,11 @@ class FederationConfig:
         "A late site's bucket joins its nearest expert up to this signature distance and is kept apart beyond it; "
         "auto lies halfway between the experts' own buckets and the nearest other expert.",
         low=0.0,
+    )
+    fingerprint: str | None = setting(
+        None,
+        "Deployment: the backbone that sites must have, by the fingerprint that `fedweave site check` prints; "
+        "without it the server's own model (federation.test), or the one that federation.sites sites agree on.",
     )
     test: str | None = setting(
         None, "Deployment: a JSONL file on the server to test on; without it the server needs no model."
@@ -267,6 +278,7 @@ class Config:
     living: LivingConfig = field(default_factory=LivingConfig)
     federation: FederationConfig = field(default_factory=FederationConfig)
     privacy: PrivacyConfig = field(default_factory=PrivacyConfig)
+    attack: AttackConfig = field(default_factory=AttackConfig)
     evaluation: EvaluationConfig = field(default_factory=EvaluationConfig)
 
 

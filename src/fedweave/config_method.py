@@ -200,6 +200,11 @@ class TrainingConfig:
         "Keep the inputs of the model's layers alone, and run each a second time on the way back: much less memory "
         "for about 40 % more time, and the same results. auto: where that is faster than clients in more groups.",
     )
+    fp8: Literal["off", "forward", "both"] = setting(
+        "off",
+        "Products with frozen weights in 8 bits while training (GPUs from Ada and Hopper on): the forward pass's, "
+        "or the gradients' as well. Everything that is measured or served stays in bfloat16.",
+    )
     cuda_graphs: bool = setting(
         True,
         "On CUDA, record a training step once and replay it where launching its kernels would take longer than "
@@ -232,3 +237,16 @@ class LivingConfig:
     least: int = setting(
         16, "New rows that a client waits for before it forms buckets of them, and that a new expert needs.", low=2
     )
+
+
+@dataclass(frozen=True)
+class AttackConfig:
+    """Hostile clients of a simulation, to see what a rule is worth (docs/trust.md); they follow from the seed."""
+
+    kind: Literal["none", "flip", "shout", "inflate", "labels", "bucket"] = setting(
+        "none",
+        "flip: the opposite of what was learned; shout: eight times the opposite; inflate: the opposite, with a "
+        "thousand times as many examples; labels: trained on other rows' answers; bucket: trained on one wrong "
+        "answer to prompts of one kind, the first in the alphabet.",
+    )
+    clients: float = setting(0.05, "Hostile clients, as a share of all; one at least.", low=0.0, high=1.0)

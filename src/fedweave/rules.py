@@ -22,6 +22,8 @@ def check_together(config: Config) -> None:
         raise UserError(f"data.wording=varied needs data.source=paper or tasks, not {data.source}.")
     if data.changes and data.source not in ("sample", "paper", "tasks"):
         raise UserError(f"data.changes needs data.source=sample, paper or tasks, not {data.source}.")
+    if config.attack.kind != "none" and (data.source in ("jsonl", "sites") or config.engine != "in-process"):
+        raise UserError("attack is for simulations: it needs data.source=sample, paper or tasks, and this process.")
     if config.init and config.engine == "flower":
         raise UserError("init starts federations of this process only; use engine=in-process.")
     if data.source in ("sample", "sites") and data.path:
@@ -109,7 +111,7 @@ def _check_masked(config: Config) -> None:
             federation.rule not in ("auto", "mean"),
             f"hides what federation.rule={federation.rule} compares, every client's own update; set it to mean",
         ),
-        (federation.max_share < 1, "hides who counts how much; set federation.max_share=1"),
+        (federation.max_share not in ("auto", 1.0), "hides who counts how much; set federation.max_share=1"),
         (federation.quarantine > 0, "hides who pulls against the others; set federation.quarantine=0"),
         (federation.update_dtype != "float32", "has its own encoding; set federation.update_dtype=float32"),
         (config.experts.labels == "router", "does not hide each bucket's expert; set experts.labels=buckets"),

@@ -190,6 +190,26 @@ class Test(TypedDict):
     unseen: NotRequired[Tested]  # the best round on tasks that nobody trained on, where there are any
 
 
+class AnatomyRecord(TypedDict):
+    """model.json of a run over sites: the backbone that all of them have."""
+
+    fingerprint: str
+    identity: dict[str, str]
+    width: int
+    layers: dict[str, list[int]]  # name -> inputs, outputs
+
+
+class LifeCourse(TypedDict):
+    """course.json of a comparison: the validation losses of a run that changed, by round."""
+
+    title: str
+    seed: int
+    came: dict[str, int]  # new kind -> the round before which it came
+    opened: list[int]  # the rounds before which experts opened
+    new: dict[str, dict[int, float]]  # new kind -> round -> loss
+    old: dict[int, float]  # round -> mean loss of the kinds that were there and stayed
+
+
 class Communication(TypedDict):
     """Bytes between clients and server, before round 1 and in all rounds."""
 

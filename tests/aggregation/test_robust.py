@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from fedweave.aggregation.robust import RULES, capped, client_average, expert_average
+from fedweave.aggregation.robust import RULES, capped, chosen_rule, chosen_share, client_average, expert_average
 from fedweave.experts.layout import AdapterLayout
 from fedweave.federation.rounds import federate
 from fedweave.methods import build_method
@@ -87,6 +87,21 @@ def test_where_nobody_speaks_nothing_moves(rule, config):
     assert not experts.step().any()
     experts.add(torch.ones(layout.size), torch.tensor([2.0, 0.0]), 2)
     assert experts.step().tolist() == [1.0, 0.0, 1.0, 0.0], "expert 1 keeps its value"
+
+
+@pytest.mark.parametrize(
+    ("source", "secure", "asked", "expected"),
+    [
+        ("sample", False, {}, ("mean", 1.0)),
+        ("sites", False, {}, ("clip", 0.2)),
+        ("sites", True, {}, ("mean", 1.0)),  # of sums nobody counts more than another
+        ("sites", False, {"rule": "krum", "max_share": 0.5}, ("krum", 0.5)),
+    ],
+)
+def test_strangers_are_believed_less(source, secure, asked, expected, config):
+    asked = {"secure_aggregation": secure, "sites": 5, **asked}
+    config = changed(config, data={"source": source}, federation=asked)
+    assert (chosen_rule(config), chosen_share(config)) == expected
 
 
 class Hostile:

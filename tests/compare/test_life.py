@@ -1,25 +1,70 @@
 """`fedweave compare drift`: every cell finishes, and what happened in them is a table."""
 
+import json
+from itertools import count
+
 import pytest
 
+from benchmarks.drift_picture import ARMS, draw
 from fedweave.compare.grid import cells, load_comparison
+from fedweave.compare.life import noticed
+from fedweave.data.sample import make_sample
 
 
 def test_the_cells_of_the_study(tmp_path):
-    grid = cells(load_comparison("drift", ["seed=42"], None), tmp_path)
+    grid = cells(load_comparison("drift", ["seed=42", "data.path=."], None), tmp_path)
     asked = {(c.config.data.name, c.config.method, c.config.living.notice) for c in grid}
-    told = {(name, method, "off") for name in ("drift", "control") for method in ("fedweave", "ifca", "oracle")}
-    assert asked == told | {
+    assert len(grid) == len(asked) and asked == {
         ("drift", "fedweave", "open"),
+        ("drift", "fedweave", "off"),
+        ("drift", "ifca", "off"),
+        ("drift", "oracle", "off"),
         ("control", "fedweave", "open"),
+        ("still", "fedweave", "open"),
         ("restart", "fedweave", "off"),
     }
 
 
+@pytest.mark.parametrize(
+    ("opened", "late"),
+    [([10, 12], [0, 0]), ([12], [2]), ([11, 11], [1]), ([10, 10, 13], [0, 1]), ([9], []), ([], [])],
+)
+def test_an_opening_is_the_notice_of_one_kind_that_came_before_it(opened, late):
+    assert noticed({"a": 10, "b": 12}, opened) == late
+
+
+def write_kinds(folder, tasks, rows: int) -> None:
+    """Ten kinds under the names of the study's tasks, of the four patterns of the sample in other words."""
+    pools, _ = make_sample(3 * rows, 0)
+    folder.mkdir()
+    with (folder / "tasks.jsonl").open("w") as listed, (folder / "rows.jsonl").open("w") as written:
+        for number, task in zip(count(), tasks):
+            pool = list(pools.values())[number % 4][number // 4 * rows : (number // 4 + 1) * rows]
+            listed.write(json.dumps({"task": task, "definition": f"Job {number}.", "category": task[:8]}) + "\n")
+            for row in pool:
+                written.write(json.dumps({"task": task, "input": row.prompt, "output": row.response}) + "\n")
+
+
 @pytest.mark.slow
 def test_the_study_on_a_tiny_model(tmp_path, small, says):
-    quick = [*small, "data.train=40", "data.clients=6", "discovery.warmup_steps=6", "discovery.warmup_lr=1e-2"]
-    quick += ["training.rounds=6", "training.local_steps=2", "living.least=8", "seed=42"]
+    quick = [f"data.path={tmp_path}", *(x for x in small if not x.startswith("data.")), "training.local_steps=1"]
+    quick += ["data.train=40", "data.validation=2", "data.test=2", "training.rounds=13", "seed=42"]
+    quick += [
+        "discovery.warmup_steps=8",
+        "discovery.warmup_lr=3e-2",
+        "living.least=4",
+        "router.warm_start.rounds=1",
+    ]
+    tasks = load_comparison("drift", [f"data.path={tmp_path}"], None)
+    (listed,) = [json.loads(x.partition("=")[2]) for x in tasks.settings if x.startswith("data.tasks=")]
+    write_kinds(tmp_path / "natural_instructions", listed, 44)
     table = says("compare", "drift", *quick, "--output", tmp_path / "drift")
-    rows = [line for line in table.splitlines() if line.startswith("| drift") or line.startswith("| control")]
-    assert "rounds until noticed" in table and len(rows) >= 7
+    rows = [line for line in table.splitlines() if line.startswith(("| drift, ", "| control, ", "| still, "))]
+    assert "new kinds without one" in table and len(rows) == 6
+    courses = json.loads((tmp_path / "drift" / "course.json").read_text())
+    came = {c["title"]: sorted(c["came"].values()) for c in courses}
+    assert came["drift, fedweave, open"] == [10, 12] and came["still, fedweave, open"] == []
+    assert all(set(c["old"]) == set(map(str, range(14))) for c in courses if c["title"].startswith("drift"))
+    assert set(ARMS) == {c["title"] for c in courses} - {"control, fedweave, open"}
+    draw(tmp_path / "drift" / "course.json", tmp_path / "drift.svg")
+    assert "an oracle that is told" in (tmp_path / "drift.svg").read_text()

@@ -6,7 +6,7 @@ import pytest
 
 from fedweave.config import from_tree
 from fedweave.data import load_data
-from fedweave.data.changes import new_kinds
+from fedweave.data.changes import new_kinds, vanishing_kinds
 from fedweave.errors import UserError
 
 SIZES = {"clients": 4, "train": 20, "validation": 2, "test": 2, "alpha": 1.0}
@@ -86,4 +86,6 @@ def test_own_rows_have_no_schedule(tmp_path):
 
 def test_new_kinds_are_those_that_nobody_has_in_the_beginning():
     texts = ["4: all gain sum", "3: client_0 gains sum", "5: all gain 40% of edit", "2: all lose mood"]
-    assert new_kinds(texts) == {"sum": 3}
+    assert new_kinds(texts, 10) == {"sum": 3}
+    assert new_kinds(texts, 2) == {}, "the run ends before"
+    assert (vanishing_kinds(texts, 2), vanishing_kinds(texts, 1)) == ({"mood"}, set())

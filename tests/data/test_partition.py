@@ -6,8 +6,6 @@ import re
 from collections import Counter
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from fedweave.config import DataConfig, from_tree
 from fedweave.data import load_data
@@ -16,6 +14,7 @@ from fedweave.data.partition import dirichlet_partition, split_pools
 from fedweave.data.sample import make_sample
 from fedweave.data.tasks import STAND_IN, load_paper_tasks
 from fedweave.errors import UserError
+from tests.properties import given, settings, st
 
 
 def pools(tasks: int, rows: int) -> dict[str, list[Example]]:
@@ -58,7 +57,7 @@ def test_the_papers_partition_is_reproduced():
     assert counts == [[110, 149, 0, 75], [0, 27, 408, 55]]
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     tasks=st.integers(1, 4),
     rows=st.integers(1, 25),

@@ -1,10 +1,9 @@
 """Streamed text: pieces add up, characters stay whole, stop strings never show."""
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from fedweave.inference.text import AnswerText
+from tests.properties import given, st
 
 
 def pieces_of(text: AnswerText, ids: list[int]) -> list[str]:

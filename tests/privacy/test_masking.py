@@ -5,7 +5,7 @@ import pytest
 
 from fedweave.errors import UserError
 from fedweave.privacy import masking
-from fedweave.privacy.masking import Party, deal, decode, encode, recover, stream, threshold, unmask
+from fedweave.privacy.masking import Party, deal, decode, encode, recover, threshold, unmask
 
 pytest.importorskip("cryptography", reason="pip install 'fedweave[privacy]'")
 
@@ -141,4 +141,20 @@ def test_keys_that_nobody_can_agree_with_are_told_apart():
 
 def test_a_stream_is_chacha20():
     """Of the zero key, as in RFC 8439."""
-    assert stream(bytes(32), 1).tobytes().hex() == "76b8e0ada0f13d90"
+    total = np.zeros(1, dtype=np.uint64)
+    masking.mask(total, bytes(32))
+    assert total.tobytes().hex() == "76b8e0ada0f13d90"
+
+
+def test_a_mask_goes_on_and_comes_off_whatever_its_length():
+    """It is laid on in pieces; the stream is that of the whole."""
+    from cryptography.hazmat.primitives.ciphers import Cipher, algorithms
+
+    for size in (0, 1, 2**15 - 1, 2**15, 2**15 + 1, 100_000):
+        values, seed = np.arange(size, dtype=np.uint64), bytes(range(32))
+        total = values.copy()
+        masking.mask(total, seed)
+        stream = Cipher(algorithms.ChaCha20(seed, bytes(16)), mode=None).encryptor().update(bytes(8 * size))
+        assert (total == values + np.frombuffer(stream, np.uint64)).all()
+        masking.mask(total, seed, add=False)
+        assert (total == values).all()

@@ -2,10 +2,9 @@
 
 import numpy as np
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from fedweave.training.schedule import allot_steps, bucket_batches, interleave, local_schedule
+from tests.properties import given, st
 
 sizes_strategy = st.lists(st.integers(0, 500), min_size=1, max_size=8).filter(any)
 

@@ -85,7 +85,7 @@ class RobustClients:
 
     def __init__(self, size: int, device: torch.device, config: Config):
         self.size, self.device, settings = size, device, config.federation
-        self.rule, self.hostile, self.most = RULES[chosen_rule(config)], settings.hostile, settings.max_share
+        self.rule, self.hostile, self.most = RULES[chosen_rule(config)], settings.hostile, chosen_share(config)
         self.rows: list[torch.Tensor] = []
         self.weights: list[float] = []
 
@@ -127,13 +127,23 @@ class RobustExperts:
 def chosen_rule(config: Config) -> str:
     """auto: strangers are not believed at any length, clients of this process are."""
     rule = config.federation.rule
-    strangers = config.data.source == "sites" and not config.federation.secure_aggregation
-    return rule if rule != "auto" else "clip" if strangers else "mean"
+    return rule if rule != "auto" else "clip" if _strangers(config) else "mean"
+
+
+def chosen_share(config: Config) -> float:
+    """auto: how many examples strangers have is their own claim."""
+    share = config.federation.max_share
+    return float(share) if share != "auto" else 0.2 if _strangers(config) else 1.0
+
+
+def _strangers(config: Config) -> bool:
+    """Whether clients are sites, whose single updates are seen."""
+    return config.data.source == "sites" and not config.federation.secure_aggregation
 
 
 def streams(config: Config) -> bool:
     """The paper's mean needs no more than a running sum."""
-    return chosen_rule(config) == "mean" and config.federation.max_share >= 1
+    return chosen_rule(config) == "mean" and chosen_share(config) >= 1
 
 
 def expert_average(layout: AdapterLayout, device: torch.device, config: Config) -> ExpertAverage | RobustExperts:

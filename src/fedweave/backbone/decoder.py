@@ -18,7 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import torch
 
@@ -26,6 +26,7 @@ from fedweave.backbone.packing import Packed, attend
 from fedweave.backbone.quantised import QuantisedLinear
 from fedweave.experts.mixture import carries_experts, run_layer_again, with_experts, with_own_gates
 from fedweave.kernels.again import unread_product
+from fedweave.kernels.fp8 import EightBit
 from fedweave.kernels.frozen import Resident, Weight, linear
 from fedweave.kernels.layer import add_norm, computed_again, gated, gated_unit, norm
 from fedweave.kernels.rotary import HeadNorms, rotate
@@ -38,6 +39,15 @@ FAMILIES = ("llama", "qwen2", "qwen3", "mistral", "phi3", "smollm3", "gemma2", "
 _ACTIVATIONS = {"silu": False, "gelu_pytorch_tanh": True}  # whether it is gelu
 
 Turn = tuple[torch.Tensor, torch.Tensor]  # cos and sin, [T, R]
+Eight = Literal["off", "forward", "both"]  # which products with frozen weights are in 8 bits: ``training.fp8``
+
+
+class _Given(NamedTuple):
+    """What all products of a pass have beside their input."""
+
+    packed: Packed
+    turn: Turn
+    fp8: Eight
 
 
 class Decoder:
@@ -59,18 +69,18 @@ class Decoder:
             and all(_plain(layer.mlp.down_proj, model.dtype) for layer in model.base_model.layers)
         )
 
-    def hidden(self, packed: Packed, again: bool = False) -> torch.Tensor:
+    def hidden(self, packed: Packed, again: bool = False, fp8: Eight = "off") -> torch.Tensor:
         """Last hidden states after the final norm, [T, d]; with ``again`` layers keep their inputs alone."""
         embedded = self.base.embed_tokens(packed.ids)  # [1, T, d]
         turns = {layer.turn: self._turn(layer.turn, embedded, packed) for layer in self.layers}
         s, delta = embedded[0], None
         for layer in self.layers:
-            turn = turns[layer.turn]
+            given = _Given(packed, turns[layer.turn], fp8)
             if again and torch.is_grad_enabled():
-                s = run_layer_again(layer.linears, partial(layer.summed, turn=turn, packed=packed), s)
+                s = run_layer_again(layer.linears, partial(layer.summed, given=given), s)
             else:
                 with with_own_gates(layer.linears):
-                    s, delta = layer(s, delta, turn, packed)
+                    s, delta = layer(s, delta, given)
         return add_norm(s, delta, *self.norm)[1]
 
     def _turn(self, kind: tuple[str, ...] | None, embedded: torch.Tensor, packed: Packed) -> Turn:
@@ -132,37 +142,36 @@ class _Layer:
         self,
         s: torch.Tensor,  # [T, d] the residual stream before the last contribution
         delta: torch.Tensor | None,  # [T, d] that contribution
-        turn: Turn,
-        packed: Packed,
+        given: _Given,
         unread: bool = False,  # whether nobody reads the last product
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        s, qkv = self.normed(self.norms[0], s, delta, self.qkv)
-        q, k, v = rotate(qkv, *turn, self.heads, self.kv_heads, self.head_norms)  # [T, heads, D]
-        attended = attend(q, k, v, packed, self.scaling, self.window, self.softcap)
-        delta = self.out(attended.flatten(1))
+        s, qkv = self.normed(self.norms[0], s, delta, self.qkv, given.fp8)
+        q, k, v = rotate(qkv, *given.turn, self.heads, self.kv_heads, self.head_norms)  # [T, heads, D]
+        attended = attend(q, k, v, given.packed, self.scaling, self.window, self.softcap)
+        delta = self.out(attended.flatten(1), given.fp8)
         if self.behind:
             delta = add_norm(delta, None, *self.behind[0])[1]
-        s, gate_up = self.normed(self.norms[1], s, delta, self.gate_up)
+        s, gate_up = self.normed(self.norms[1], s, delta, self.gate_up, given.fp8)
         m, both = gated_unit(gate_up, self.gelu), gate_up.detach()
         with computed_again(m, lambda: gated(both, self.gelu)):
-            delta = self.down(m, unread and not self.behind)
+            delta = self.down(m, given.fp8, unread and not self.behind)
         return s, add_norm(delta, None, *self.behind[1])[1] if self.behind else delta
 
-    def summed(self, s: torch.Tensor, turn: Turn, packed: Packed) -> torch.Tensor:
+    def summed(self, s: torch.Tensor, given: _Given) -> torch.Tensor:
         """The stream with this layer's contribution: one tensor to keep instead of two. Where the layer runs again
         its last product, a quarter of the work, is left out if nothing but the stream reads it."""
-        s, delta = self(s, None, turn, packed, unread=torch.is_grad_enabled())
+        s, delta = self(s, None, given, unread=torch.is_grad_enabled())
         return s + delta
 
     @staticmethod
     def normed(
-        rms: _Norm, s: torch.Tensor, delta: torch.Tensor | None, product: _Joined
+        rms: _Norm, s: torch.Tensor, delta: torch.Tensor | None, product: _Joined, fp8: Eight
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """The residual stream with ``delta``, and the product of its norm, which is not kept."""
         s, h = add_norm(s, delta, *rms)
         stream = s.detach()
         with computed_again(h, lambda: norm(stream, *rms)):
-            return s, product(h)
+            return s, product(h, fp8)
 
 
 class _Joined:
@@ -174,6 +183,7 @@ class _Joined:
         if self.bias is not None and len(layers) > 1:
             self.bias = torch.cat([layer.bias.data for layer in layers])
         self.weight = self._join(layers)
+        self._rounded: dict[str, EightBit] = {}
 
     @staticmethod
     def _join(layers: Sequence[torch.nn.Linear]) -> Weight:
@@ -189,9 +199,18 @@ class _Joined:
             layer.weight.data = part
         return weight
 
-    def __call__(self, x: torch.Tensor, unread: bool = False) -> torch.Tensor:
+    def _in(self, fp8: Eight) -> Weight:
+        """The weight in 8 bits where that is asked for and can be, rounded when it is first asked for."""
+        if fp8 == "off" or not isinstance(self.weight, torch.Tensor) or not EightBit.fits(self.weight):
+            return self.weight
+        if fp8 not in self._rounded:
+            self._rounded[fp8] = EightBit(self.weight, fp8 == "both")
+        return self._rounded[fp8]
+
+    def __call__(self, x: torch.Tensor, fp8: Eight, unread: bool = False) -> torch.Tensor:
+        weight = self._in(fp8)
         if not carries_experts(self.layers):
-            return unread_product(x, self.weight) if unread else linear(x, self.weight, self.bias)
+            return unread_product(x, weight) if unread else linear(x, weight, self.bias)
         with torch.no_grad():
-            y = x.new_empty(len(x), len(self.weight)) if unread else linear(x, self.weight, self.bias)
-        return with_experts(y, x, self.layers, self.weight)
+            y = x.new_empty(len(x), len(weight)) if unread else linear(x, weight, self.bias)
+        return with_experts(y, x, self.layers, weight)

@@ -17,7 +17,7 @@ import torch
 from fedweave.backbone import packing
 from fedweave.backbone.announced import check_announced, in_folder, in_gguf
 from fedweave.backbone.catalog import Located, locate
-from fedweave.backbone.decoder import Decoder
+from fedweave.backbone.decoder import Decoder, Eight
 from fedweave.backbone.library import LibraryLayers
 from fedweave.backbone.packing import Packed
 from fedweave.backbone.positions import steady_positions
@@ -100,6 +100,21 @@ class Backbone:
     def _vocabulary(self) -> str:
         return hashlib.sha256(json.dumps(self.tokenizer.get_vocab(), sort_keys=True).encode()).hexdigest()
 
+    def check_fp8(self, asked: Eight) -> None:
+        """A backbone that cannot be multiplied in 8 bits says so before anything is computed."""
+        if asked == "off":
+            return
+        if self.decoder is None:
+            raise UserError(
+                f"training.fp8={asked}: {self.name} runs through transformers' layers, which know no FP8."
+            )
+        if self.device.type != "cuda" or torch.cuda.get_device_capability(self.device) < (8, 9):
+            raise UserError(
+                f"training.fp8={asked} needs a GPU of NVIDIA's Ada, Hopper or later; leave it off here."
+            )
+        if self.dtype != torch.bfloat16:
+            raise UserError(f"training.fp8={asked} needs backbone.dtype=bfloat16, not {self.dtype}.")
+
     @property
     def end_ids(self) -> list[int]:
         """Tokens that end an answer: the one that was trained, and the tokenizer's own end of text."""
@@ -111,11 +126,13 @@ class Backbone:
         logits = times(hidden, self.head)
         return self.softcap * torch.tanh(logits / self.softcap) if self.softcap else logits
 
-    def hidden(self, packed: Packed, cache: Cache | None = None, again: bool = False) -> torch.Tensor:
+    def hidden(
+        self, packed: Packed, cache: Cache | None = None, again: bool = False, fp8: Eight = "off"
+    ) -> torch.Tensor:
         """Last hidden states after the final norm, [T, d]; a cache keeps every layer's keys and values. ``again``:
         a layer keeps its input alone for the backward pass, and runs a second time there."""
         if self.decoder is not None and cache is None:
-            return self.decoder.hidden(packed, again)
+            return self.decoder.hidden(packed, again, fp8)
         with self._library.running(again):
             out = self.model.base_model(
                 input_ids=packed.ids,

@@ -6,7 +6,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from fedweave.compare.grid import Cell, Comparison, Outcome, Runner, cells, load_comparison
-from fedweave.compare.life import life_table
+from fedweave.compare.hostile import attack_table
+from fedweave.compare.life import life_courses, life_table
 from fedweave.compare.record import read_record, write_record
 from fedweave.compare.tables import Results, as_csv, choose_best, latex, markdown
 from fedweave.console import Console
@@ -87,9 +88,11 @@ def _write(comparison: Comparison, outcome: Outcome, output: Path, console: Cons
         )
     parts = _parts(finished, comparison.tables)
     text += "\n".join(f"### {name}\n\n{markdown(part)}" if name else markdown(part) for name, part in parts.items())
-    if lived := life_table(outcome.finished, outcome.folders):
-        text += f"\n{lived}"
+    for more in (life_table(outcome.finished, outcome.folders), attack_table(outcome.finished)):
+        text += f"\n{more}" if more else ""
     output.mkdir(parents=True, exist_ok=True)  # all of its cells may stand elsewhere
+    if courses := life_courses(outcome.finished, outcome.folders):
+        write_atomic(output / "course.json", json.dumps(courses, indent=1))
     write_atomic(output / "table.md", text)
     write_atomic(output / "table.tex", "\n".join(latex(part) for part in parts.values()))
     write_atomic(output / "results.csv", as_csv(Results.of(finished)))

@@ -1,4 +1,7 @@
-"""The second table of a comparison whose runs changed in mid-run: noticed when, opened how many, at what cost."""
+"""The second table of a comparison whose runs changed in mid-run: noticed when, opened how many, at what cost.
+
+Losses are those of validation, round by round; ``course.json`` keeps them for a picture.
+"""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -6,9 +9,11 @@ from pathlib import Path
 import numpy as np
 
 from fedweave.compare.grid import Cell
-from fedweave.data.changes import new_kinds
+from fedweave.data.changes import new_kinds, vanishing_kinds
 from fedweave.runs.reading import RunRecord, read_run
-from fedweave.schema import Summary
+from fedweave.schema import LifeCourse, Summary
+
+AFTER = 5  # rounds of training on a new kind, after which its loss is told
 
 
 def life_table(finished: Sequence[tuple[Cell, Summary]], folders: Sequence[Path]) -> str:
@@ -16,8 +21,7 @@ def life_table(finished: Sequence[tuple[Cell, Summary]], folders: Sequence[Path]
     rows: dict[str, list[dict[str, float]]] = {}
     for (cell, summary), folder in zip(finished, folders, strict=True):
         if cell.config.data.changes:
-            title = ", ".join(str(value) for key, value in cell.values.items() if key != "seed")
-            rows.setdefault(title, []).append(figures(read_run(folder), summary))
+            rows.setdefault(_title(cell), []).append(figures(read_run(folder), summary))
     if not rows:
         return ""
     names = list(dict.fromkeys(name for found in rows.values() for one in found for name in one))
@@ -26,29 +30,82 @@ def life_table(finished: Sequence[tuple[Cell, Summary]], folders: Sequence[Path]
     return "\n".join(lines) + "\n"
 
 
+def life_courses(finished: Sequence[tuple[Cell, Summary]], folders: Sequence[Path]) -> list[LifeCourse]:
+    """Every run's losses by round, of kinds that came and of those that were there and stayed."""
+    found: list[LifeCourse] = []
+    for (cell, _), folder in zip(finished, folders, strict=True):
+        if cell.config.data.changes:
+            run = read_run(folder)
+            came, stayed = kinds(run)
+            losses = {e["round"]: e.get("tasks", {}) for e in run.validations}
+            found.append({
+                "title": _title(cell), "seed": cell.config.seed, "came": came,
+                "opened": [event["round"] for event in run.changes for _ in event["opened"]],
+                "new": {kind: {t: tasks[kind] for t, tasks in losses.items()} for kind in came},
+                "old": {t: float(np.mean([tasks[kind] for kind in stayed])) for t, tasks in losses.items()},
+            })  # fmt: skip
+    return found
+
+
+def _title(cell: Cell) -> str:
+    return ", ".join(str(value) for key, value in cell.values.items() if key != "seed")
+
+
+def kinds(run: RunRecord) -> tuple[dict[str, int], list[str]]:
+    """(kinds that came and before which round, kinds that were there and stayed)"""
+    texts, rounds = run.config.data.changes, run.config.training.rounds
+    never = new_kinds(texts, 10**9)  # these may come later than the run ends
+    came, gone = new_kinds(texts, rounds), vanishing_kinds(texts, rounds)
+    return came, [task for task in run.tasks if task not in never and task not in gone]
+
+
 def figures(run: RunRecord, summary: Summary) -> dict[str, float]:
-    """What a run's log says of its changes. Losses are the last round's, of kinds that came and of all others."""
-    came, last = new_kinds(run.config.data.changes), run.validations[-1].get("tasks", {})
-    tasks = {name: loss for name, loss in last.items() if name != "macro"}
-    opened = sorted(event["round"] for event in run.changes for _ in event["opened"])
+    """What a run's log says of its changes."""
+    came, stayed = kinds(run)
+    losses = {event["round"]: event.get("tasks", {}) for event in run.validations}
+    last = losses[max(losses)]
+    opened = [event["round"] for event in run.changes for _ in event["opened"]]
+    late = noticed(came, opened)
     traffic: Mapping[str, int] = summary["communication"]  # type: ignore[assignment]
     between = traffic.get("changes_up", 0) + traffic.get("changes_down", 0)
-    found = {"experts opened": float(len(opened)), "of these for nothing": float(max(0, len(opened) - len(came)))}
-    if opened and came:
-        late = [min((r - start for r in opened if r >= start), default=np.nan) for start in came.values()]
-        found["rounds until noticed"] = float(np.mean(late))
-    if new := [loss for name, loss in tasks.items() if name in came]:
-        found["loss, new kinds"] = float(np.mean(new))
-    found["loss, other kinds"] = float(np.mean([loss for name, loss in tasks.items() if name not in came]))
+    found = {"experts opened": float(len(opened)), "of these for nothing": float(len(opened) - len(late))}
+    if came:
+        found["new kinds without one"] = float(len(came) - len(late))
+    if late:
+        found["rounds until noticed, at most"] = float(max(late))
+    soon = [losses[r + AFTER - 1][kind] for kind, r in came.items() if r + AFTER - 1 in losses]
+    if soon:
+        found[f"loss, new kinds after {AFTER} rounds"] = float(np.mean(soon))
+    if came:
+        found["loss, new kinds"] = float(np.mean([last[kind] for kind in came]))
+        best = summary["test"].get("best")
+        if best and opened:  # of the experts that are there in the end
+            born = np.array(run.changes[-1]["born"]) > 0
+            told = [
+                np.array(best["top1"][kind])[born].sum() for kind in came if len(best["top1"][kind]) == len(born)
+            ]
+            found["new prompts to new experts"] = float(np.mean(told)) if told else np.nan
+    found["loss, kinds that stayed"] = float(np.mean([last[kind] for kind in stayed]))
+    found["MB in rounds"] = (traffic["rounds_up"] + traffic["rounds_down"]) / 1e6
     found["bytes between rounds"] = between / max(1, traffic["rounds_up"] + traffic["rounds_down"])
     return found
+
+
+def noticed(came: Mapping[str, int], opened: Sequence[int]) -> list[int]:
+    """Rounds from a new kind's arrival until an expert opened, of every kind for which one did."""
+    left, late = sorted(opened), []
+    for start in sorted(came.values()):
+        if first := [number for number in left if number >= start]:
+            left.remove(first[0])
+            late.append(first[0] - start)
+    return late
 
 
 def _shown(found: Sequence[dict[str, float]], name: str) -> str:
     values = [one[name] for one in found if name in one]
     if not values:
         return "–"
-    mean = float(np.mean(values))
-    if name.startswith("bytes"):
+    mean = float(np.max(values) if name.endswith("at most") else np.mean(values))
+    if name.startswith(("bytes", "new prompts")):
         return f"{mean:.1%}"
-    return f"{mean:.3f}" if name.startswith("loss") else f"{mean:g}"
+    return f"{mean:.3f}" if name.startswith("loss") else f"{mean:.4g}"

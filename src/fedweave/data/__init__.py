@@ -10,6 +10,7 @@ from fedweave.data.changes import courses, hold_back, read_changes
 from fedweave.data.examples import Example, FederatedData, Task
 from fedweave.data.files import find_path
 from fedweave.data.folder import TaskFolder, load_task_folder
+from fedweave.data.hostile import spoil
 from fedweave.data.own import load_own
 from fedweave.data.partition import by_kind, client_names, dirichlet_partition, draw, pure_partition, split_pools
 from fedweave.data.sample import make_sample
@@ -66,7 +67,7 @@ def _deal(config: Config, found: TaskFolder, notes: list[str]) -> FederatedData:
         shares = pure_partition(train, data.clients, config.seed)
     else:
         shares = dirichlet_partition(train, data.clients, data.alpha, config.seed)
-    over_time = courses(dict(zip(names, shares, strict=True)), changes, later)
+    over_time = courses(spoil(config, dict(zip(names, shares, strict=True))), changes, later)
     return FederatedData(
         clients={name: [course.rows[i] for i in course.here[0]] for name, course in over_time.items()},
         validation=[e for parts in splits.values() for e in parts["validation"]],

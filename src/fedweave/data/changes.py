@@ -59,11 +59,21 @@ def _read(text: str, clients: Sequence[str], kinds: Sequence[str]) -> Change:
     return Change(text, int(number), named, verb == "gain", kind, share)
 
 
-def new_kinds(texts: Sequence[str]) -> dict[str, int]:
-    """Kinds that nobody has in the beginning, and the round before which they come."""
+def new_kinds(texts: Sequence[str], rounds: int) -> dict[str, int]:
+    """Kinds that nobody has in the beginning, and the round before which they come, if that is one of these."""
     found = [match.groups() for text in texts if (match := _CHANGE.fullmatch(text))]
     gained = sorted((int(number), kind) for number, _, verb, share, kind in found if verb == "gain" and not share)
-    return {kind: number for number, kind in reversed(gained)}
+    return {kind: number for number, kind in reversed(gained) if number <= rounds}
+
+
+def vanishing_kinds(texts: Sequence[str], rounds: int) -> set[str]:
+    """Kinds that everybody loses in the course of these rounds."""
+    found = [match.groups() for text in texts if (match := _CHANGE.fullmatch(text))]
+    return {
+        kind
+        for number, who, verb, _, kind in found
+        if (who, verb) == (_EVERYBODY, "lose") and int(number) <= rounds
+    }
 
 
 def hold_back(

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from fedweave.federation.message import Message
-from fedweave.privacy.masking import Party
+from fedweave.privacy.masking import Open, Party
 from fedweave.training.batch import ClientData
 
 RESIDUAL = "residual."  # in a memory: what rounding has taken from a part of the updates so far
@@ -123,7 +123,8 @@ class Client:
     note: str = ""
     memory: Memory = field(default_factory=Memory)
     held: ClientData | None = None  # what a site validates on
-    party: Party | None = None  # its part in a masked sum
+    boast: int = 1  # examples that it says it has for each one; more where a simulation's client is hostile
+    party: Party | Open | None = None  # its part in a masked sum
     secret: int = 0  # of its noise, another for every question; a simulation has nobody to hide it from
     feed: Feed | None = None  # None: its rows never change
     version: int = 0  # of its rows
@@ -135,7 +136,7 @@ class Client:
 
     @property
     def sizes(self) -> list[int]:
-        return [len(bucket) for bucket in self.buckets]
+        return [self.boast * len(bucket) for bucket in self.buckets]
 
     @property
     def served(self) -> list[np.ndarray]:
@@ -158,7 +159,7 @@ class Client:
         self.assignment = experts
 
     def __len__(self) -> int:
-        return sum(map(len, self.served)) or len(self.data)
+        return self.boast * (sum(map(len, self.served)) or len(self.data))
 
     def record(self) -> dict[str, Any]:
         buckets = [bucket.tolist() for bucket in self.buckets]

@@ -32,6 +32,7 @@ class Compute:
 
     def __init__(self, backbone: Backbone, config: Config, console: Console):
         self.backbone, self.config, self.console = backbone, config, console
+        backbone.check_fp8(config.training.fp8)
         self.layers = backbone.linear_layers(config.experts.target_modules)
         self.adapters: VectorBuffer | None = None  # warmup adapters of all buckets, until the server asks for them
         self._mixtures: dict[AdapterLayout, Mixture] = {}  # two at most: what trains and what is tested

@@ -10,6 +10,7 @@ import torch
 
 from fedweave.config import Config
 from fedweave.federation.client import RESIDUAL, Client
+from fedweave.federation.hostile import Hostile
 from fedweave.federation.masks import MASKED, hidden
 from fedweave.federation.message import Facts, Message
 from fedweave.federation.precision import decode, encode
@@ -22,7 +23,8 @@ Filter = Callable[[Reply, Asked, Client, Answer], Answer]
 
 def filters(config: Config) -> list[Filter]:
     """What everything passes, in this order, before it is rounded and sent."""
-    return [] if config.privacy.level == "none" else [Noise(config)]
+    noise: list[Filter] = [] if config.privacy.level == "none" else [Noise(config)]
+    return noise if config.attack.kind == "none" else [*noise, Hostile(config)]
 
 
 class Exit:

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 from abc import abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -28,6 +28,7 @@ from fedweave.privacy.masking import (
     SEALED,
     SHARE,
     Broken,
+    Open,
     Party,
     decode,
     encode,
@@ -113,7 +114,7 @@ NAMES = {step.name for step in STEPS}
 
 def hidden(step: Summed, asked: Asked, client: Client, summands: Mapping[str, torch.Tensor]) -> torch.Tensor:
     """What leaves of an answer whose numbers are only ever added up: int64 [n]."""
-    facts, party = asked.question.facts, _party(client)
+    facts, party = asked.question.facts, client.party
     if MASKED not in facts:
         raise Broken("the server asks for an answer without masks, where this federation has them")
     vector = []
@@ -122,14 +123,16 @@ def hidden(step: Summed, asked: Asked, client: Client, summands: Mapping[str, to
         vector.append(
             np.zeros(math.prod(shape)) if given is None else given.detach().double().cpu().numpy().ravel()
         )
-    column = facts[MASKED].index(client.index)
+    if isinstance(party, Open):
+        return torch.from_numpy(encode(np.concatenate(vector), len(party.keys)).view(np.int64))
+    party, column = _party(client), facts[MASKED].index(client.index)
     sealed = {v: _bytes(row[column]) for v, row in zip(facts[MASKED], asked.question.tensors["boxes"], strict=True)}
     encoded = encode(np.concatenate(vector), len(party.keys))
     return torch.from_numpy(party.hide(encoded, sealed).view(np.int64))
 
 
 def _party(client: Client) -> Party:
-    if client.party is None:
+    if not isinstance(client.party, Party):
         raise Broken("this client has no keys for the question: it was started anew in between")
     return client.party
 
@@ -168,13 +171,23 @@ class Masked(Reply[torch.Tensor]):
 def masked_ask(
     engine: Engine, step: Summed[R], members: Sequence[Any], question: Message, receipts: Receipts
 ) -> Iterator[tuple[Any, R]]:
-    """One reply, of all who have answered together; none where too few have."""
+    """One reply, of all who have answered together; none where too few have. Clients of this process have nobody to
+    hide from: their sum is the same to the bit without masks."""
     facts, index_of = {"t": question.facts["t"]}, {member.index: member for member in members}
     said = step.said(facts["t"])
     if len(members) < 3:
         raise UserError(
             f"{said} would be asked of {len(members)} clients: federation.secure_aggregation needs three at least."
         )
+
+    if not engine.travels:
+        for member in members:
+            member.party = Open(dict.fromkeys(index_of, b""))
+        asked_for = Message(question.tensors, {**question.facts, MASKED: sorted(index_of)})
+        total, alive = _sum(engine, step, members, asked_for, receipts)
+        if len(alive) >= threshold(len(members)):
+            yield from _read(engine, step, members[0], question, receipts, len(alive), lambda: total)
+        return
 
     def told(aside: Step, indices: Sequence[int], message: Message) -> dict[int, torch.Tensor]:
         found = engine.ask(aside, [index_of[i] for i in indices], message, Receipts(bytes_up=receipts.bytes_up))
@@ -206,14 +219,31 @@ def masked_ask(
         return closed(len(shares))
     order = [*alive, *gone]
     by_teller = {i: {u: _bytes(row) for u, row in zip(order, rows, strict=True)} for i, rows in shares.items()}
-    asked = Asked(index_of[alive[0]], question, engine.layers, engine.width)
+    yield from _read(
+        engine, step, index_of[alive[0]], question, receipts, len(alive),
+        lambda: unmask(total, {i: keys[i] for i in mates}, alive, by_teller),
+    )  # fmt: skip
+
+
+def _read(
+    engine: Engine,
+    step: Summed[R],
+    member: Any,
+    question: Message,
+    receipts: Receipts,
+    clients: int,
+    total: Callable[[], np.ndarray],  # uint64 [n]; may find that the sum stays closed
+) -> Iterator[tuple[Any, R]]:
+    """The sum over so many clients, as the step reads it."""
+    asked = Asked(member, question, engine.layers, engine.width)
     shapes = step.totals(asked)
     try:
-        opened = torch.from_numpy(decode(unmask(total, {i: keys[i] for i in mates}, alive, by_teller)))
+        opened = torch.from_numpy(decode(total()))
         totals = dict(zip(shapes, opened.split([math.prod(shape) for shape in shapes.values()]), strict=True))
-        reply = step.read_total(asked, {n: x.view(shapes[n]) for n, x in totals.items()}, len(alive))
+        reply = step.read_total(asked, {n: x.view(shapes[n]) for n, x in totals.items()}, clients)
     except (Refused, UserError, ValueError) as reason:  # shares are strangers' bytes
         receipts.accepted.clear()
+        said = step.said(question.facts["t"])
         engine.console.warn(f"{said}: the sum of all answers is not used: {str(reason).rstrip('.')}.")
         return
     yield Distant(-1, "all sites" if engine.travels else "all clients"), reply

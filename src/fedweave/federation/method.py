@@ -92,7 +92,7 @@ class Method(ABC):
         self.config = config
         if config.privacy.level != "none":
             accounting()
-        if config.federation.secure_aggregation:
+        if config.federation.secure_aggregation and (config.data.source == "sites" or config.engine == "flower"):
             require()
         self.train, self.evaluate, self.news = Train(self), Evaluate(self), News(self)
 
@@ -197,7 +197,8 @@ class Method(ABC):
         pace = self.pace(state, t)
         results = compute.train(state.layout, router, lanes, f"round {t + 1}", transient=True, pace=pace)
         for client, result in zip(clients, results, strict=True):
-            yield Update(client.index, counts=self.counts(client, state), samples=len(client), **vars(result))
+            counts = client.boast * self.counts(client, state)
+            yield Update(client.index, counts=counts, samples=len(client), **vars(result))
 
     def shared(self, layout: AdapterLayout, t: int) -> torch.Tensor | None:
         """The columns of θ that travel in round t, [P] bool; None: all of them. What a client has of its own in the

@@ -1,11 +1,14 @@
 """Products with a frozen weight W [m, n]:  x Wᵀ, and on the way back  dy W.
 
-A weight is a tensor, or it stays quantised (:class:`Resident`): then each product writes its numbers into scratch
-memory that all weights of a model take turns in, uses them and forgets them; the way back writes them once more.
+A weight is a tensor, or something that knows both products (:class:`Kept`): it stays quantised
+(:class:`Resident`), then each product writes its numbers into scratch memory that all weights of a model take turns
+in, uses them and forgets them, and the way back writes them once more; or it is multiplied in 8 bits
+(``kernels/fp8.py``).
 """
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from typing import Protocol
 
@@ -40,7 +43,25 @@ class Scratch:
         return self._memory[: rows * columns].view(rows, columns)
 
 
-class Resident:
+class Kept(ABC):
+    """A frozen weight [m, n] that is no plain tensor."""
+
+    shape: torch.Size
+    dtype: torch.dtype
+
+    def __len__(self) -> int:
+        return self.shape[0]
+
+    @abstractmethod
+    def times(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
+        """x Wᵀ + bias."""
+
+    @abstractmethod
+    def back(self, dy: Tensor) -> Tensor:
+        """dy W."""
+
+
+class Resident(Kept):
     """A weight [m, n] that stays as it is kept: quantised matrices, or plain ones among them, one below another."""
 
     def __init__(self, parts: Sequence[Quantised | Tensor], scratch: Scratch):
@@ -50,9 +71,6 @@ class Resident:
         self._whole = self.shape.numel() <= limit
         self._rows = len(self) if self._whole else max(1, limit // self.shape[1])
         scratch.reserve(self._rows * self.shape[1])
-
-    def __len__(self) -> int:
-        return self.shape[0]
 
     def _blocks(self) -> Iterator[tuple[slice, Tensor]]:
         """(rows, their numbers), one block after another in the same scratch memory; all of them where they fit."""
@@ -97,7 +115,7 @@ class Resident:
         return dx
 
 
-Weight = Tensor | Resident
+Weight = Tensor | Kept
 
 
 def times(x: Tensor, weight: Weight) -> Tensor:
@@ -115,16 +133,16 @@ def linear(x: Tensor, weight: Weight, bias: Tensor | None) -> Tensor:
     return F.linear(x, weight, bias) if isinstance(weight, Tensor) else _Linear.apply(x, weight, bias)
 
 
-class _Kept(Context, Protocol):
-    weight: Resident
+class _Linked(Context, Protocol):
+    weight: Kept
 
 
 class _Linear(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: _Kept, x: Tensor, weight: Resident, bias: Tensor | None) -> Tensor:
+    def forward(ctx: _Linked, x: Tensor, weight: Kept, bias: Tensor | None) -> Tensor:
         ctx.weight = weight
         return weight.times(x, bias)
 
     @staticmethod
-    def backward(ctx: _Kept, *grads: Tensor) -> tuple[Tensor, None, None]:
+    def backward(ctx: _Linked, *grads: Tensor) -> tuple[Tensor, None, None]:
         return ctx.weight.back(grads[0]), None, None

@@ -27,6 +27,8 @@ LIMIT = 2.0 ** (57 - FRACTION)  # what a sum stays below, 8.6e9; one that was no
 STEP = 2.0**-FRACTION  # a client's number is off by half of it at most, 3e-8
 _CLOSED = "the shares of the masks do not fit together; the sum stays closed."
 KEYS = 64  # bytes: two public keys
+_PIECE = 2**15  # numbers that are masked at a time
+_ZEROS = bytes(8 * _PIECE)
 _PRIME = 2**521 - 1  # of Shamir's field
 SHARE = 66  # bytes of a number in it
 SEALED = 2 * SHARE + 16  # bytes: two shares and what authenticates them
@@ -77,12 +79,18 @@ def decode(total: np.ndarray) -> np.ndarray:
     return values
 
 
-def stream(seed: bytes, size: int) -> np.ndarray:
-    """uint64 [size] that nobody without the seed tells from chance."""
+def mask(total: np.ndarray, seed: bytes, add: bool = True) -> None:
+    """Add to these numbers, uint64 [n] in place, a stream that nobody without the seed tells from chance, or take
+    it away. In pieces that stay in a core's cache, which is several times as fast as the whole at once."""
     from cryptography.hazmat.primitives.ciphers import Cipher, algorithms
 
     encryptor = Cipher(algorithms.ChaCha20(seed, bytes(16)), mode=None).encryptor()
-    return np.frombuffer(encryptor.update(bytes(8 * size)), dtype=np.uint64)
+    held = bytearray(8 * _PIECE)
+    for start in range(0, len(total), _PIECE):
+        part = total[start : start + _PIECE]
+        size = encryptor.update_into(memoryview(_ZEROS)[: 8 * len(part)], held)
+        noise = np.frombuffer(held, np.uint64, size // 8)
+        (np.add if add else np.subtract)(part, noise, out=part)
 
 
 # -------------------------------------------------------------------------------------- shares of a secret
@@ -193,11 +201,11 @@ class Party:
             except InvalidTag:
                 raise Broken("what its mates have dealt it was not sealed for it") from None
         self.masked = True
-        total = values + stream(self.seed, len(values))
+        total = values.copy()
+        mask(total, self.seed)
         for v in sealed:
             if v != self.index:
-                mask = stream(_agreed(self.mask, self.keys[v][:32], b"mask"), len(values))
-                total = total + mask if v > self.index else total - mask
+                mask(total, _agreed(self.mask, self.keys[v][:32], b"mask"), add=v > self.index)
         return total
 
     def tell(self, alive: Sequence[int], gone: Sequence[int]) -> dict[int, bytes]:
@@ -209,6 +217,13 @@ class Party:
             raise Broken("too few clients have answered for their sum to tell of none")
         self.told = True
         return {v: box[SHARE:] if v in here else box[:SHARE] for v, box in self.dealt.items()}
+
+
+@dataclass
+class Open:
+    """A client of a simulation: whoever could look at its sum plays the client, too, so that there are no masks."""
+
+    keys: dict[int, bytes]  # of everybody in the sum; empty
 
 
 # -------------------------------------------------------------------------------------- the server's part
@@ -223,15 +238,15 @@ def unmask(
     """The sum of what the living sent, uint64 [n]."""
     from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey
 
+    total = total.copy()
     for u in keys:
         secret = recover({teller + 1: shares[u] for teller, shares in told.items()})
         if u in alive:
-            total = total - stream(secret, len(total))
+            mask(total, secret, add=False)
             continue
         key = X25519PrivateKey.from_private_bytes(secret)
         if key.public_key().public_bytes_raw() != keys[u][:32]:
             raise UserError(_CLOSED)
         for v in alive:
-            mask = stream(_agreed(key, keys[v][:32], b"mask"), len(total))
-            total = total - mask if u > v else total + mask
+            mask(total, _agreed(key, keys[v][:32], b"mask"), add=v > u)
     return total

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 import torch
 from flwr.serverapp import Grid
 
+from fedweave.aggregation.robust import chosen_share
 from fedweave.backbone.features import compute_features
 from fedweave.backbone.load import Backbone, load_backbone
 from fedweave.config import Config
@@ -19,13 +20,17 @@ from fedweave.events import ValidationFigures
 from fedweave.federation.engines.flower.engine import FlowerEngine, public
 from fedweave.federation.engines.in_process import InProcessEngine
 from fedweave.federation.evaluate import Loss, overall
+from fedweave.federation.hello import Anatomy
 from fedweave.federation.state import ServerState, broadcast
+from fedweave.json_files import read_json
 from fedweave.methods import build_method
 from fedweave.runs.folder import Progress, RunFolder
 from fedweave.runs.run import carry_out
 from fedweave.runs.summary import Tester, summarise
 from fedweave.runs.workspace import TestSet
-from fedweave.schema import LabelRecord, Manifest, Summary
+from fedweave.schema import AnatomyRecord, LabelRecord, Manifest, Summary
+
+MODEL = "model.json"
 
 
 def new_manifest(config: Config) -> Manifest:
@@ -47,14 +52,21 @@ def federate_over(
     console.spent.clear()
     started = time.monotonic()
     engine = FlowerEngine(grid, config, console, federation, settings or public(config))
+    remembered = read_json(run.path / MODEL, AnatomyRecord, "restore it and try again")
+    if remembered is not None:
+        engine.know(Anatomy.recorded(remembered))
+    elif tester is not None and config.data.source == "sites":
+        engine.know(Anatomy.of(tester.backbone, config.experts.target_modules))
     if run.newest() is None:
         engine.enrol(sites)
     else:
         engine.meet()
+    assert engine.model is not None
     if tester is not None and tester.backbone.identity != engine.identity:
         raise UserError(
             f"the server's {tester.backbone.name} is not the sites' model; name the same files in backbone.model."
         )
+    run.write_json(MODEL, engine.model.record)
     return carry_out(run, SitesRun(config, engine, tester), console, started)
 
 
@@ -73,7 +85,9 @@ class SitesRun:
 
     def __init__(self, config: Config, engine: FlowerEngine, tester: Tester | None):
         self.config, self.engine, self.tester = config, engine, tester
-        self.backbone = Described(config.backbone.model, engine.fingerprint, engine.device)
+        self.backbone = Described(
+            config.backbone.model, engine.model.fingerprint if engine.model else "", engine.device
+        )
 
     def validate(self, state: ServerState, completed: int) -> ValidationFigures:
         """Every site's loss on its own examples, and their mean over all examples."""
@@ -81,7 +95,7 @@ class SitesRun:
             build_method(self.config).evaluate, self.engine.members, broadcast(state, completed)
         )
         losses = {site.name: loss for site, loss in asked if loss.count}
-        total = overall(list(losses.values()), self.config.federation.max_share) if losses else Loss()
+        total = overall(list(losses.values()), chosen_share(self.config)) if losses else Loss()
         if not losses:
             self.engine.console.warn("no site measured a validation loss; the last round counts as the best.")
         return {

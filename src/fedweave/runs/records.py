@@ -103,7 +103,7 @@ def prompt_map(workspace: Workspace) -> PromptMap:
     picture is made of it only when somebody asks for a report.
     """
     clients, labels = workspace.engine.members, workspace.client_labels
-    rows = [(i, j) for i, client in enumerate(clients) for j in range(len(client))]
+    rows = [(i, j) for i, client in enumerate(clients) for j in range(len(client.data))]
     rng = np.random.default_rng(stream_key("prompt map", workspace.config.seed))
     chosen = sorted(rng.permutation(len(rows))[:MAPPED].tolist())
     picked = [rows[k] for k in chosen]
@@ -115,7 +115,7 @@ def prompt_map(workspace: Workspace) -> PromptMap:
     coordinates = (vectors * np.sqrt(values))[:, :AXES]
     bucket_of = []
     for client in clients:
-        numbers = np.zeros(len(client), dtype=int)
+        numbers = np.zeros(len(client.data), dtype=int)
         for c, members in enumerate(client.buckets):
             numbers[members] = c
         bucket_of.append(numbers)

@@ -39,6 +39,7 @@ LATER = (
     "federation.deadline",
     "federation.patience",
     "federation.test",
+    "federation.fingerprint",
 )
 FREE_KEYS = (*LATER, *PLACES)  # what a resumed run may change
 _EARLIER = (LATER, tuple(key for key in FREE_KEYS if key != "data.fields"))  # in earlier versions

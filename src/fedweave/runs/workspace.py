@@ -14,10 +14,12 @@ from fedweave.console import Console
 from fedweave.data import FederatedData, load_data
 from fedweave.data.clients import ClientWeights
 from fedweave.data.examples import Course, Example, Task
+from fedweave.data.hostile import ON_ROWS
 from fedweave.errors import UserError
 from fedweave.federation.client import Client
 from fedweave.federation.engines.distributed import ShardedEngine, world
 from fedweave.federation.engines.in_process import InProcessEngine
+from fedweave.federation.hostile import boast
 from fedweave.federation.method import Method
 from fedweave.training.batch import ClientData
 
@@ -160,6 +162,8 @@ class Prepared:
             TestSet(*group, part, ClientWeights(self.data.clients, group[0]))
             for group, part in zip(self.groups[len(names) :], parts[len(names) :], strict=True)
         )
+        for client in clients:
+            client.boast = boast(self.config, client.index)
         rows = [examples for examples, _ in self.groups[: len(names)]]
         processes = world()
         engine = (
@@ -203,7 +207,8 @@ class Kept:
 def prepare(config: Config, console: Console, kept: Kept | None = None) -> Prepared:
     """Load data and backbone, tokenise, and complain about whatever is wrong."""
     kept = kept or Kept()
-    key = (config.backbone, config.data, config.seed, config.evaluation.max_new_tokens)
+    spoilt = config.attack if config.attack.kind in ON_ROWS else None
+    key = (config.backbone, config.data, config.seed, config.evaluation.max_new_tokens, spoilt)
     if kept.prepared is None or kept.prepared[0] != key:
         kept.prepared = (key, _prepare(config, console, kept))
     prepared = replace(kept.prepared[1], config=config)

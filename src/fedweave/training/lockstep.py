@@ -278,7 +278,7 @@ class LockstepTrainer:
             per_sequence = weights.flatten(0, 1).index_select(0, batch.slot)  # [S, M]
             gates = spread(per_sequence, packed.sequence, packed.boundaries)[None]  # [1, T, M]
         with self.mixture.active(experts.leaves, gates, packed.lanes, batch.dropout):
-            hidden = self.backbone.hidden(packed, again=self.checkpointing)  # [T, d]
+            hidden = self.backbone.hidden(packed, again=self.checkpointing, fp8=self.config.fp8)  # [T, d]
         answers = hidden.index_select(0, batch.source)
         nll = token_nll(answers, self.backbone.head, batch.target, self.backbone.softcap)
         whose = batch.lane[None] == torch.arange(lanes, device=nll.device)[:, None]  # [K, n]

@@ -7,6 +7,7 @@ import io
 import pytest
 from flwr.app import Error, Message
 from flwr.common.serde import message_from_proto, message_to_proto
+from flwr.proto.node_pb2 import NodeInfo
 from flwr.serverapp import Grid
 from flwr.supercore.task_identity import TaskIdentity
 
@@ -30,6 +31,7 @@ class LoopbackGrid(Grid):
 
     def __init__(self, nodes):
         self.nodes, self.replies, self.sent = dict(nodes), {}, []
+        self.registered = {}  # node -> the operator's name for it
         TaskIdentity.run_id, TaskIdentity.task_id, TaskIdentity.node_id = 1, 1, 1
         self.fate = lambda step, node, t: "answers"  # or: dies, late, twice
 
@@ -43,6 +45,12 @@ class LoopbackGrid(Grid):
 
     def get_node_ids(self):
         return list(self.nodes)
+
+    def get_nodes(self):
+        return [
+            NodeInfo(node_id=node, public_key=getattr(site, "key", b""), name=self.registered.get(node, ""))
+            for node, site in self.nodes.items()
+        ]
 
     def push_messages(self, messages):
         numbers = []
@@ -93,6 +101,7 @@ class Federation:
             finally:
                 site.rest()
 
+        answer.key = str(id(site)).encode()  # a site has one, whichever node it is
         return answer
 
     @property

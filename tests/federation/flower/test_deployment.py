@@ -52,7 +52,7 @@ def assert_model_of_those_who_answered(deployment, run, monkeypatch):
         patch.setattr(InProcessEngine, "answers", answers)
         settings = [*SMALL, f"backbone.model={deployment.model}", f"training.rounds={len(answered)}"]
         own = ["data.source=jsonl", f"data.path={deployment.data}", f"output={other}"]
-        own.append("federation.rule=clip")  # which over sites is the default
+        own += ["federation.rule=clip", "federation.max_share=0.2"]  # which over sites are the defaults
         assert main(["run", "quickstart", *settings, *own, "--quiet"]) == 0
     ours, theirs = state(run), state(other)
     for name in ("theta", "phi"):
@@ -234,7 +234,7 @@ def test_a_late_site_joins_a_running_federation_and_a_second_one_of_its_name_doe
         made.site("west")
         more = made.federate("more", "--resume", run, "training.rounds=10")
         made.finish(more, "more", 400)
-        assert "site north is turned away: another node has this name" in made.log("more")
+        assert "site north is turned away: its node is registered as west" in made.log("more")
 
 
 @pytest.mark.slow
@@ -290,13 +290,22 @@ def test_sites_add_up_masked_updates_and_one_that_is_killed_is_missed(tmp_path, 
     try:
         made.start(*sites)
         process = made.federate(
-            "federate", "quickstart", *SMALL, "federation.sites=4", "training.rounds=4", f"output={run}",
-            f"backbone.model={made.model}", "federation.secure_aggregation=true", "federation.min_answers=3",
+            "federate",
+            "quickstart",
+            *SMALL,
+            "federation.sites=4",
+            "training.rounds=4",
+            f"output={run}",
+            f"backbone.model={made.model}",
+            "federation.secure_aggregation=true",
+            "federation.min_answers=3",
             "federation.deadline=20",
-        )  # fmt: skip
+            "router.warm_start.rounds=1",
+            "evaluation.every=4",
+        )  # fmt: skip - every sum takes four questions, and a question over Flower a few seconds
         wait_for(lambda: (run / "metrics.jsonl").is_file() and events(run, "round"), "a first round")
         made.kill("east")
-        assert process.wait(300) == 0, made.log("federate")
+        assert process.wait(600) == 0, made.log("federate")
     finally:
         made.stop()
     sent = [event["bytes_up"] for event in events(run, "round")]
@@ -313,7 +322,7 @@ def test_sites_add_up_masked_updates_and_one_that_is_killed_is_missed(tmp_path, 
         patch.setattr(InProcessEngine, "answers", answers)
         other = tmp_path / "in-one-process"
         own = ["data.source=jsonl", f"data.path={made.data}", f"output={other}", "federation.rule=mean"]
-        settings = [*SMALL, f"backbone.model={made.model}", "training.rounds=4"]
+        settings = [*SMALL, f"backbone.model={made.model}", "training.rounds=4", "router.warm_start.rounds=1"]
         assert main(["run", "quickstart", *settings, *own, "--quiet"]) == 0
     for name in ("theta", "phi"):
         assert_trained_alike(state(run)[name], state(other)[name])

@@ -10,6 +10,7 @@ from fedweave.config import from_tree
 from fedweave.console import Console
 from fedweave.data import load_data
 from fedweave.errors import UserError
+from fedweave.federation.hello import Anatomy
 from fedweave.federation.site.site import Share, Site
 from fedweave.methods import build_method
 from fedweave.settings import to_tree
@@ -167,7 +168,7 @@ def test_the_same_name_twice_and_another_model_are_turned_away(config, models, m
 
 @pytest.mark.parametrize("first", [True, False])
 def test_a_resumed_server_knows_a_site_from_one_of_its_name(config, models, first):
-    """Whoever says hello first: the node that had the name before keeps it, until it is gone."""
+    """Whoever says hello first: the key that had the name before has it for good."""
     federation = Federation(changed(config), models)
     federation.run()
     records = [client.record() for client in federation.engine.members]
@@ -180,11 +181,59 @@ def test_a_resumed_server_knows_a_site_from_one_of_its_name(config, models, firs
     again.engine.restore(records, {})
     seats = {client.name: client.node for client in again.engine.present()}
     assert seats["client_1"] == NODE and len(seats) == 3
-    assert "site client_1 is turned away: another node has this name" in again.said
+    assert "site client_1 is turned away: " in again.said
     del again.grid.nodes[NODE]
     again.engine.present()
-    seats = {client.name: client.node for client in again.engine.present()}
-    assert seats["client_1"] == 300
+    assert "client_1" not in {client.name for client in again.engine.present()}
+    assert "site client_1 is turned away: its name belongs to another key" in again.said
+    again.grid.nodes[777] = own
+    again.engine.present()
+    assert {client.name: client.node for client in again.engine.present()}["client_1"] == 777
+
+
+def test_a_node_bears_the_name_that_it_was_registered_under(config, models):
+    federation = Federation(changed(config), models)
+    federation.grid.registered = {100: "client_0", 101: "client_1", 102: "clinic"}
+    _, _, reports = federation.run(sites=2)
+    assert "site client_2 is turned away: its node is registered as clinic" in federation.said
+    assert all(len(report.participants) == 2 for report in reports)
+
+
+class Liar:
+    """A site that says another thing of its model than is true; it is greeted before the others."""
+
+    def __init__(self, federation, **facts):
+        honest, self.facts, self.key = federation.grid.nodes[100], facts, b"liar"
+        self.answer = honest
+        federation.grid.nodes = {1: self, **federation.grid.nodes}
+
+    def __call__(self, question):
+        reply = self.answer(question)
+        reply.facts |= {"name": "liar", **self.facts} if question.facts["step"] == "hello" else {}
+        return reply
+
+
+@pytest.mark.parametrize(
+    "facts", [{"backbone": "0" * 64}, {"fingerprint": "0" * 32}, {"width": 7}, {"outputs": [9, 9, 9, 9]}]
+)
+def test_one_site_cannot_say_what_the_model_is(facts, config, models):
+    federation = Federation(changed(config), models)
+    Liar(federation, **facts)
+    _, _, reports = federation.run(sites=3)
+    assert "site liar is turned away" in federation.said
+    assert all(len(report.receipts.accepted) == 3 for report in reports)
+
+
+def test_the_operator_says_what_the_model_is(config, models):
+    plain = Federation(changed(config), models)
+    plain.engine.enrol(3)
+    config = with_federation(changed(config), fingerprint=plain.engine.model.fingerprint)
+    federation = Federation(config, models)
+    Liar(federation, fingerprint="0" * 32)
+    federation.engine.enrol(1)
+    assert "site liar is turned away: its backbone is not the one of federation.fingerprint" in federation.said
+    assert federation.engine.model == plain.engine.model
+    assert Anatomy.recorded(plain.engine.model.record) == plain.engine.model
 
 
 def test_a_resumed_server_finds_its_sites_again_and_takes_none_twice(config, models):

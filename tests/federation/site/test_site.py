@@ -42,6 +42,17 @@ def test_check_shows_what_would_leave_and_leaves_nothing_behind(site, tmp_path, 
     assert "Add 3" not in shown and sorted(p.name for p in tmp_path.iterdir()) == ["data.jsonl", "site.yaml"]
 
 
+@pytest.mark.parametrize("notice", ["open", "ask"])
+@pytest.mark.parametrize("buckets", [1, 3])
+def test_check_rehearses_a_kind_that_nobody_knows(site, capsys, notice, buckets):
+    chosen = [*SMALL, f"living.notice={notice}", f"discovery.max_buckets={buckets}", "alignment.max_experts=2"]
+    assert main(["site", "check", str(site()), "quickstart", *chosen, "--quiet"]) == 0
+    shown = capsys.readouterr().out
+    sent = {tuple(line.split()[:2]) for line in shown.splitlines()[8:]}
+    assert {("news", "came"), ("sign", "signatures"), ("grow", "router"), ("train", "router")} <= sent
+    assert "Add 3" not in shown
+
+
 @pytest.mark.parametrize(
     ("changes", "sentence"),
     [

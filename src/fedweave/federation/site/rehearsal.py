@@ -32,7 +32,11 @@ def check_site(settings: SiteConfig, config: Config, build_method: BuildMethod, 
         ),
         discovery=replace(config.discovery, warmup_steps=1),
         federation=replace(config.federation, secure_aggregation=False),
-    )  # as many steps as sizes need, and no masks, which take several sites
+        living=replace(
+            config.living, notice="open" if config.living.notice == "ask" else config.living.notice, least=2
+        ),
+        alignment=replace(config.alignment, max_experts=1000),
+    )  # as many steps as sizes need, no masks, which take several sites, and room for a kind that nobody knows
     source, masked = OwnFiles(settings), config.federation.secure_aggregation
     source.state = None  # a rehearsal leaves nothing behind
     source.floors = replace(settings.floors, secure=settings.floors.secure and not masked)
@@ -61,7 +65,8 @@ def check_site(settings: SiteConfig, config: Config, build_method: BuildMethod, 
 
 
 def rehearse(site: Site, config: Config, build_method: BuildMethod) -> dict[str, Message]:
-    """One round of every question of the method, over an engine with this site alone; its last answer to each."""
+    """One round of every question of the method, over an engine with this site alone; its last answer to each. A
+    kind that nobody knows comes after it, where the federation lives."""
     engine, method = RehearsalEngine(site, config), build_method(config)
     if hasattr(method, "align"):
         method.align = every_bucket_apart
@@ -69,6 +74,11 @@ def rehearse(site: Site, config: Config, build_method: BuildMethod) -> dict[str,
     state, _ = one_round(method, engine, state, engine.members, 0)
     for _ in engine.ask(method.evaluate, engine.members, broadcast(state, 0)):
         pass
+    if state.signatures is not None and config.living.notice != "off":  # its last bucket is one that just came
+        (member,) = engine.members
+        member.assignment = [*member.assignment[:-1], -1]
+        far = {**state.report, "own_distances": [0.0], "halfway": 0.0}  # from all that is known
+        method.live(engine, replace(state, signatures=-state.signatures, report=far), 1)
     return engine.sent
 
 
@@ -90,7 +100,7 @@ class RehearsalEngine(Engine):
         self.layers, self.width = {}, 0
         self.identity: Mapping[str, str] = {}
         for _, told in self.ask(Hello(), self.members, Message()):
-            self.identity, self.layers, self.width = told.identity, told.layers, told.width
+            self.identity, self.layers, self.width = told.model.identity, told.model.layers, told.model.width
 
     def replies(self, step: Reply, asked: Sequence[Asked], question: Message) -> Iterator[tuple[Member, Sealed]]:
         for member in self.members:

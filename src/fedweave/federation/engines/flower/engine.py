@@ -16,12 +16,21 @@ from flwr.serverapp import Grid
 from fedweave.config import BackboneConfig, Config
 from fedweave.console import Console
 from fedweave.errors import UserError
-from fedweave.experts.layout import Shaped
+from fedweave.experts.layout import AdapterLayout, Shaped
 from fedweave.federation.admission import Door, Receipts, Sealed, check_identity
 from fedweave.federation.client import Member
 from fedweave.federation.engines.base import Engine
-from fedweave.federation.engines.flower.transport import POLL, RemoteSite, Transport, is_lost, opened
-from fedweave.federation.hello import Hello, Introduction
+from fedweave.federation.engines.flower.transport import (
+    POLL,
+    SMALL,
+    Badge,
+    RemoteSite,
+    Transport,
+    badges,
+    is_lost,
+    opened,
+)
+from fedweave.federation.hello import Anatomy, Hello, Introduction
 from fedweave.federation.message import Message, Refused
 from fedweave.federation.site.settings import own_files
 from fedweave.federation.steps import Asked, Reply
@@ -29,6 +38,7 @@ from fedweave.federation.steps import Asked, Reply
 _GRACE = 30.0  # seconds that a resumed run gives its sites to come back before it goes on with enough of them
 _HELLO = 30.0  # seconds after which an unanswered hello is said again: a busy site answers the last one
 _TAKEN = "another node has this name; stop one of the two, or rename it"
+_BOUND = "its name belongs to another key; use the key that it had, or another name"
 _AGAIN = 60.0  # seconds before a node that gave an error is greeted again
 
 
@@ -46,30 +56,51 @@ class FlowerEngine(Engine):
         self.layers: Mapping[str, Shaped] = {}
         self.identity: Mapping[str, str] = {}
         self.width = 0
-        self.fingerprint = ""
-        self._online: set[int] = set()  # nodes at the last look
+        self.model: Anatomy | None = None  # once it is decided
+        self._online: dict[int, Badge] = {}  # nodes at the last look
         self._greeted: dict[int, str] = {}  # node -> the site's name, or "" for one that was turned away
         self._again: dict[int, float] = {}  # node -> when to greet it again after an error
         self._hellos: dict[str, tuple[int, float]] = {}  # message -> node that has not answered, until when
         self._waiting: dict[str, RemoteSite] = {}  # sites that are here and take no part yet
+        self._models: dict[str, Anatomy] = {}  # what each of them says of its model
 
     # ---------------------------------------------------------------------------------- who is there
 
+    def know(self, model: Anatomy) -> None:
+        """The backbone of this federation; whoever has another one is turned away."""
+        self.model, self.identity, self.layers, self.width = model, model.identity, model.layers, model.width
+        for name in [name for name in self._waiting if self._models[name] != model]:
+            del self._waiting[name]
+            self.console.warn(f"site {name} is turned away: {_other_model(self._models[name], model)}.")
+
     def enrol(self, sites: int) -> None:
-        """Wait for the sites that alignment needs; their names in order give their indices."""
-        self._wait(lambda: len(self._waiting) >= sites, f"{sites} sites")
+        """Wait for the sites that alignment needs; their names in order give their indices. Where the server knows
+        no model of its own, it is the one that as many sites have: a single one cannot keep the others out."""
+        self._wait(lambda: self._agreed(sites) and len(self._waiting) >= sites, f"{sites} sites")
         self.members = [replace(self._waiting[name], index=i) for i, name in enumerate(sorted(self._waiting))]
         self._waiting = {}
         self.console.say(f"sites: {', '.join(client.name for client in self.members)}")
 
     def meet(self) -> None:
-        """Wait for anybody at all: the first site says what the backbone is."""
-        self._wait(lambda: bool(self.fingerprint), "a site")
+        """Wait for anybody at all, where the run does not remember the model."""
+        self._wait(lambda: self._agreed(1), "a site")
+
+    def _agreed(self, sites: int) -> bool:
+        """Whether the model is known, or so many sites have the same."""
+        if self.model is None:
+            said = [self._models[name] for name in self._waiting]
+            shared = next((model for model in said if said.count(model) >= sites), None)
+            if shared is not None:
+                self.know(shared)
+        return self.model is not None
 
     def restore(self, records: Sequence[dict[str, Any]], tensors: Mapping[str, torch.Tensor]) -> None:
         """The sites of a checkpoint; each is found again when its node says hello."""
-        self.members = [RemoteSite(**record) for record in records]
-        self._online = set(self.grid.get_node_ids())
+        known = [dict(record) for record in records]
+        for record in known:
+            record.pop("home", None)  # the node, in earlier versions
+        self.members = [RemoteSite(**record) for record in known]
+        self._online = badges(self.grid)
         for client in self.members:
             if (early := self._waiting.pop(client.name, None)) is not None:  # it was greeted before this was known
                 assert early.node is not None
@@ -137,8 +168,8 @@ class FlowerEngine(Engine):
 
     def _look_around(self) -> None:
         """Greet new nodes and notice those that went away."""
-        nodes = set(self.grid.get_node_ids())
-        if self._online - nodes:  # who was turned away may have a place now
+        nodes = badges(self.grid)
+        if set(self._online) - set(nodes):  # who was turned away may have a place now
             self._greeted = {node: name for node, name in self._greeted.items() if name}
         self._online = nodes
         for client in self._here():
@@ -150,7 +181,7 @@ class FlowerEngine(Engine):
         self._greeted = {node: name for node, name in self._greeted.items() if node in nodes}
         now = time.monotonic()
         self._hellos = {k: (node, end) for k, (node, end) in self._hellos.items() if node in nodes and end > now}
-        fresh = sorted(nodes - set(self._greeted) - {node for node, _ in self._hellos.values()})
+        fresh = sorted(set(nodes) - set(self._greeted) - {node for node, _ in self._hellos.values()})
         strangers = [
             RemoteSite(-1, f"node {node}", node=node) for node in fresh if self._again.get(node, 0.0) < now
         ]
@@ -163,7 +194,7 @@ class FlowerEngine(Engine):
             stranger = RemoteSite(-1, f"node {node}", node=node)
             asked = Asked(stranger, Message(facts={"t": 0}), self.layers, self.width)
             door = Door(self.config, Hello(), [asked], {}, self.device, Receipts())
-            told = door.admit(stranger, partial(opened, reply), self.console.warn)
+            told = door.admit(stranger, partial(opened, reply, SMALL), self.console.warn)
             if told is not None:
                 self._greeted[node] = self._meet(node, told)
             else:
@@ -175,40 +206,61 @@ class FlowerEngine(Engine):
         client.node = None
 
     def _meet(self, node: int, told: Introduction) -> str:
-        """A node says who it is; returns its name, or nothing when it is turned away. The first site says what the
-        backbone is; the others must have the same."""
-        name = told.name
-        known = next((site for site in self.members if site.name == name), None)
+        """A node says who it is; returns its name, or nothing when it is turned away."""
+        name, badge = told.name, self._online[node]
+        wanted = self.config.federation.fingerprint
         try:
+            if badge.name and badge.name != name:
+                raise Refused(f"its node is registered as {badge.name}")
             if name in self._waiting:
                 raise Refused(_TAKEN)
-            if not self.fingerprint:
-                self.identity, self.layers, self.width = told.identity, told.layers, told.width
-                self.fingerprint = told.fingerprint
-            check_identity(told.identity, self.identity)
+            if wanted and told.model.fingerprint != wanted:
+                raise Refused("its backbone is not the one of federation.fingerprint")
+            if self.model is not None and told.model != self.model:
+                raise Refused(_other_model(told.model, self.model))
         except Refused as reason:
             self.console.warn(f"site {name} is turned away: {reason}.")
             return ""
-        if known is not None:
+        if known := next((site for site in self.members if site.name == name), None):
             return self._take_seat(node, known)
-        self._waiting[name] = RemoteSite(-1, name, node=node, home=node)
+        self._waiting[name] = RemoteSite(-1, name, node=node, key=badge.key)
+        self._models[name] = told.model
         return name
 
     def _take_seat(self, node: int, client: RemoteSite) -> str:
-        """A node that bears a site's name is that site, unless the one that was is still there, greeted or not."""
-        if client.node is not None or (client.home != node and client.home in self._online):
-            self.console.warn(f"site {client.name} is turned away: {_TAKEN}.")
+        """A node that bears a site's name is that site if it has its key, and no other is there. (Checkpoints of
+        earlier versions knew no keys.)"""
+        key = self._online[node].key
+        if client.node is not None or client.key not in ("", key):
+            self.console.warn(f"site {client.name} is turned away: {_BOUND if client.node is None else _TAKEN}.")
             return ""
-        client.node = client.home = node
+        client.node, client.key = node, key
         self.console.say(f"site {client.name} is here.")
         return client.name
 
     # ---------------------------------------------------------------------------------- the one question
 
     def replies(self, step: Reply, asked: Sequence[Asked], question: Message) -> Iterator[tuple[Member, Sealed]]:
+        self.transport.most = SMALL + self._largest(question)
         here: list[RemoteSite] = [one.member for one in asked if one.member.node is not None]  # type: ignore
         for site, reply in self.transport.ask(step.name, here, question):
-            yield site, partial(opened, reply)
+            yield site, partial(opened, reply, self.transport.most)
+
+    def _largest(self, question: Message) -> int:
+        """Bytes of the largest answer to it, with room to spare: as much as the question holds, masked in twice as
+        many; an adapter or a signature of every bucket and every expert; or the moments of features."""
+        rank = max(self.config.experts.rank, self.config.experts.single_rank, self.config.experts.shared_rank)
+        units = max(self.config.discovery.max_buckets, self.config.alignment.max_experts)
+        adapter = 4 * AdapterLayout.of(self.layers, rank, 1).size if self.layers else 0
+        return 2 * (question.size + units * adapter + 8 * self.width * (self.width + 2))
+
+
+def _other_model(given: Anatomy, own: Anatomy) -> str:
+    try:
+        check_identity(given.identity, own.identity)
+    except Refused as reason:
+        return str(reason)
+    return "its layers are not those of this federation; give the site the same model files"
 
 
 def public(config: Config) -> Config:

@@ -7,23 +7,42 @@ the network, and an operator's terminal is the server's terminal.
 This is the only module that touches what Flower does not call its public interface; flwr is pinned for it.
 """
 
+import json
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import httpx
-from flwr.app import Context, Message
-from flwr.common.constant import SubStatus
+from flwr.app import Array, Context, Error, Message, Metadata
+from flwr.app.message import make_message
+from flwr.common.constant import ErrorCode, SubStatus
 from flwr.common.serde import context_from_proto, run_from_proto
-from flwr.proto.runtime_pb2 import AcquireTaskRequest, PullTaskInputRequest, PushTaskOutputRequest
+from flwr.proto.message_pb2 import ConfirmMessageReceivedRequest
+from flwr.proto.runtime_pb2 import (
+    AcquireTaskRequest,
+    PullAppMessagesRequest,
+    PullTaskInputRequest,
+    PushTaskOutputRequest,
+)
 from flwr.serverapp import Grid
-from flwr.supercore.constant import TaskType
+from flwr.supercore.constant import SYSTEM_MESSAGE_TYPE, TaskType
 from flwr.supercore.fab import Fab
 from flwr.supercore.heartbeat import make_task_heartbeat_fn_http
+from flwr.supercore.inflatable.inflatable_object import (
+    get_object_body,
+    get_object_head_values_from_object_content,
+    iterate_object_tree,
+)
+from flwr.supercore.inflatable.inflatable_protobuf_utils import make_pull_object_fn_protobuf
+from flwr.supercore.inflatable.inflatable_utils import (
+    ObjectPullError,
+    inflate_object_from_contents,
+    pull_objects,
+)
 from flwr.supercore.interceptors import (
     RuntimeTokenHttpInterceptor,
     RuntimeVersionHttpInterceptor,
@@ -36,7 +55,7 @@ from flwr.supercore.task_identity import TaskIdentity
 from flwr.superlink.grid import HttpGrid
 from flwr.supernode.runtime.run_clientapp import pull_task_input, push_message, push_task_output
 
-from fedweave.errors import UserError
+from fedweave.errors import UserError, first_line
 
 POLL = 0.2  # seconds between two looks for work
 _HEARTBEAT = 15.0  # seconds; Flower expects one every 30
@@ -151,6 +170,62 @@ class _Incoming:
 # -------------------------------------------------------------------------------------- the server
 
 
+class BoundedGrid(HttpGrid):
+    """Flower's Grid, with an end to what it fetches of an answer and what it makes of it, where Flower's own trusts
+    whoever sends. One that is larger, or cannot be put together, is an error of its sender and costs no other."""
+
+    most = 2**24  # bytes
+
+    def pull_messages(self, message_ids: Iterable[str]) -> list[Message]:
+        found = self._runtime_client.PullMessages(PullAppMessagesRequest(message_ids=message_ids))
+        trees = zip(found.messages_list, found.message_object_trees, strict=True)
+        return [self._whole(message.metadata, tree) for message, tree in trees]
+
+    def _whole(self, header: Any, tree: Any) -> Message:
+        asked: dict[str, Any] = {"node": self.node, "run_id": self.run.run_id}
+        fetch, held = make_pull_object_fn_protobuf(self._runtime_client.PullObject, **asked), [0]
+
+        def counted(number: str) -> bytes:
+            content = fetch(number)
+            held[0] += len(content)
+            if held[0] > self.most:
+                raise ObjectPullError(number, "the answer is too large")
+            return content
+
+        try:
+            numbers = [branch.object_id for branch in iterate_object_tree(tree)]
+            contents = pull_objects(numbers, counted)
+            confirmed = ConfirmMessageReceivedRequest(message_object_id=header.message_id, **asked)
+            self._runtime_client.ConfirmMessageReceived(confirmed)
+            check_repeats(contents, self.most)
+            message = cast(Message, inflate_object_from_contents(header.message_id, contents))
+            message.metadata.__dict__["_message_id"] = header.message_id
+            return message
+        except httpx.HTTPError:  # the SuperLink is away: nobody's fault
+            raise
+        except Exception as reason:  # a stranger's bytes
+            return make_message(
+                metadata=Metadata(
+                    run_id=self.run.run_id, message_id="", src_node_id=self.node.node_id,
+                    dst_node_id=self.node.node_id, reply_to_message_id=header.reply_to_message_id, group_id="",
+                    created_at=time.time(), ttl=0, message_type=SYSTEM_MESSAGE_TYPE,
+                ),
+                error=Error(ErrorCode.UNKNOWN, f"its answer cannot be put together ({first_line(reason)})"),
+            )  # fmt: skip
+
+
+def check_repeats(contents: Mapping[str, bytes], most: int) -> None:
+    """An array names its pieces, and may name one a million times: what it would become is counted before."""
+    size = 0
+    for content in contents.values():
+        kind, pieces, _ = get_object_head_values_from_object_content(content)
+        if kind == Array.__qualname__:
+            body = json.loads(get_object_body(content, Array))
+            size += sum(len(contents[pieces[i]]) for i in body["arraychunk_ids"])
+            if size > most:
+                raise ValueError(f"it would become more than {most / 1e6:.0f} MB")
+
+
 @contextmanager
 def server_task(runtime: Runtime, run_id: int, outage: float) -> Iterator[Grid]:
     """The Grid of a submitted run whose ServerApp is this process. An outage of the SuperLink is bridged for
@@ -164,7 +239,7 @@ def server_task(runtime: Runtime, run_id: int, outage: float) -> Iterator[Grid]:
                 f"the SuperLink at {runtime.address} gives this process no task; start it with --isolation process."
             )
         time.sleep(POLL)
-    grid = HttpGrid(runtime_api_address=runtime.address, token=token, **runtime.trust)
+    grid = BoundedGrid(runtime_api_address=runtime.address, token=token, **runtime.trust)
     grid._retry_invoker = _retrying(outage)
     client = grid._runtime_client
     status, details = SubStatus.FAILED, "the server stopped"

@@ -1,9 +1,12 @@
 """Between a server and its sites: questions out, replies in, over a Flower Grid."""
 
+import hashlib
+import io
+import math
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 import torch
@@ -14,12 +17,13 @@ from flwr.serverapp import Grid
 from fedweave.config import Config, dump_config
 from fedweave.console import Console
 from fedweave.federation.client import Distant
-from fedweave.federation.message import Facts, Message, NoAnswer
+from fedweave.federation.message import Facts, Message, NoAnswer, Refused
 
 POLL = 0.25  # seconds between two looks for answers
 _EXPIRY = 10.0  # seconds after its deadline at which Flower forgets a question
 _EXPIRED = {3, 4}  # Flower's codes for a message that it no longer has
 _REASONS = {**dict.fromkeys(_EXPIRED, "its time was up"), 5: "its node went away"}
+SMALL = 2**24  # bytes of an answer that holds no experts
 _TOGETHER = 16  # answers fetched at a time: what the server holds does not grow with the sites
 
 
@@ -28,10 +32,26 @@ class RemoteSite(Distant):
     """A site and its Flower node."""
 
     node: int | None = None  # while it is there
-    home: int | None = None  # the node that it last was: one key is one node as long as the SuperLink remembers it
+    key: str = ""  # of its node: nobody without it takes this site's place
 
     def record(self) -> dict[str, Any]:
         return {key: value for key, value in super().record().items() if key != "node"}
+
+
+@dataclass(frozen=True)
+class Badge:
+    """What the SuperLink knows of a node, and the node cannot choose."""
+
+    key: str  # a hash of its public key
+    name: str  # that the operator registered it under, if any
+
+
+def badges(grid: Grid) -> dict[int, Badge]:
+    """The nodes that are there."""
+    return {
+        node.node_id: Badge(hashlib.sha256(node.public_key or b"%d" % node.node_id).hexdigest()[:32], node.name)
+        for node in grid.get_nodes()
+    }
 
 
 class Transport:
@@ -49,6 +69,7 @@ class Transport:
     ):
         self.grid, self.console, self.federation, self.deadline = grid, console, federation, deadline
         self.silent = silent
+        self.most = SMALL  # bytes of an answer
         self._settings = dump_config(settings)
 
     def ask(
@@ -87,17 +108,26 @@ class Transport:
     def pull(self, waiting: Collection[str]) -> Iterator[FlowerMessage]:
         """What has come in, each reply once, a few at a time."""
         numbers = list(waiting)
+        if isinstance(self.grid, Bounded):
+            self.grid.most = self.most
         for start in range(0, len(numbers), _TOGETHER):
             for reply in list(self.grid.pull_messages(numbers[start : start + _TOGETHER])):
                 if reply.metadata.reply_to_message_id in waiting:
                     yield reply
 
 
-def opened(reply: FlowerMessage) -> Message:
+@runtime_checkable
+class Bounded(Protocol):
+    """A Grid that fetches no more of an answer than that."""
+
+    most: int
+
+
+def opened(reply: FlowerMessage, most: int) -> Message:
     """The message in a reply, or :class:`NoAnswer` with the error inside, of Flower or of the site."""
     if reply.has_error():
         raise NoAnswer(_REASONS.get(reply.error.code) or reply.error.reason or f"Flower error {reply.error.code}")
-    message = from_records(reply.content)
+    message = from_records(reply.content, most)
     if "error" in message.facts:
         raise NoAnswer(str(message.facts["error"])[:300].rstrip("."))
     return message
@@ -112,6 +142,7 @@ def is_lost(reply: FlowerMessage) -> bool:
 # Tensors in an ArrayRecord, numbers in a MetricRecord, texts in a ConfigRecord.
 
 ARRAYS, NUMBERS, TEXTS = "arrays", "numbers", "texts"
+_HEADER = 4096  # bytes of an array's header: dtype and shape
 _BF16 = ":bf16"  # numpy has no bfloat16; its bits travel as int16 under a marked name
 
 
@@ -133,16 +164,33 @@ def to_records(message: Message, arrays: ArrayRecord | None = None) -> RecordDic
     return RecordDict({ARRAYS: arrays, NUMBERS: MetricRecord(numbers), TEXTS: ConfigRecord(texts)})
 
 
-def from_records(records: RecordDict) -> Message:
-    """The message inside; a record that is missing counts as empty, and one of another name is not read."""
+def from_records(records: RecordDict, most: float = math.inf) -> Message:
+    """The message inside; a record that is missing counts as empty, and one of another name is not read. More than
+    ``most`` bytes of arrays are refused before any of them is."""
+    arrays: Mapping[str, Array] = records.array_records.get(ARRAYS, {})
+    if (size := sum(len(array.data) for array in arrays.values())) > most:
+        raise Refused(f"it holds {size / 1e6:.0f} MB, where {most / 1e6:.0f} are possible")
     tensors = {}
-    for name, array in records.array_records.get(ARRAYS, {}).items():
-        tensor = torch.from_numpy(np.array(array.numpy()))  # a copy: what came over the network may be read-only
+    for name, array in arrays.items():
+        tensor = torch.from_numpy(_array(array.data).copy())  # what came over the network may be read-only
         if name.endswith(_BF16) and tensor.dtype == torch.int16:
             name, tensor = name.removesuffix(_BF16), tensor.view(torch.bfloat16)
         tensors[name] = tensor
     facts: Facts = dict(records.metric_records.get(NUMBERS, {}))
     return Message(tensors, facts | dict(records.config_records.get(TEXTS, {})))
+
+
+def _array(data: bytes) -> np.ndarray:
+    """numpy's own format; what the header announces must be there, and no room is made for anything else."""
+    file = io.BytesIO(data)
+    version = np.lib.format.read_magic(file)
+    if version != (1, 0):
+        raise Refused("an array of it has a header that is not numpy's usual one")
+    shape, fortran, dtype = np.lib.format.read_array_header_1_0(file, max_header_size=_HEADER)
+    body = memoryview(data)[file.tell() :]
+    if dtype.hasobject or (fortran and len(shape) > 1) or math.prod(shape) * dtype.itemsize != len(body):
+        raise Refused("an array of it is not what its header announces")
+    return np.frombuffer(body, dtype).reshape(shape)
 
 
 def _is_numeric(fact: Any) -> bool:

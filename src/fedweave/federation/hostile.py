@@ -1,0 +1,49 @@
+"""What hostile clients of a simulation do to their answers (``attack``); docs/trust.md has what came of it.
+
+They keep to what the door lets in: no name, shape or norm is wrong. Those that spoil their own rows instead are in
+:mod:`fedweave.data.hostile`.
+"""
+
+import math
+from dataclasses import replace
+
+import torch
+
+from fedweave.config import Config
+from fedweave.data.hostile import hostile_clients
+from fedweave.federation.client import Client
+from fedweave.federation.steps import Answer, Asked, Reply
+
+FACTORS = {"flip": -1.0, "shout": -8.0, "inflate": -1.0}  # a norm may be ten times the median one
+BOAST = 1000  # examples that are claimed for each one that is there
+
+
+class Hostile:
+    """A filter of the exit."""
+
+    def __init__(self, config: Config):
+        self.kind, self.clients = config.attack.kind, hostile_clients(config)
+
+    def __call__(self, step: Reply, asked: Asked, client: Client, answer: Answer) -> Answer:
+        if client.index not in self.clients or self.kind not in FACTORS or step.name not in ("train", "warm"):
+            return answer
+        turned = {name: FACTORS[self.kind] * values for name, values in answer.parts.items()}
+        return replace(answer, parts=_within(step, asked, answer, turned))
+
+
+def _within(step: Reply, asked: Asked, answer: Answer, parts: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Parts no longer than what the door believes of an honest client."""
+    limits: dict[str, list[str]] = {}
+    for name, part in step.parts(asked, answer.figures).items():
+        limits.setdefault(part.limit, []).append(name)
+    for limit, names in limits.items():
+        norm = math.sqrt(sum(float(parts[name].square().sum()) for name in names))
+        most, _ = step.reach(asked, limit, sum(parts[name].numel() for name in names))
+        for name in names:
+            parts[name] = parts[name] * min(1.0, 0.99 * most / max(norm, 1e-30))
+    return parts
+
+
+def boast(config: Config, index: int) -> int:
+    """Examples that a client says it has for each that it has."""
+    return BOAST if config.attack.kind == "inflate" and index in hostile_clients(config) else 1

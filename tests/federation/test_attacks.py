@@ -1,0 +1,59 @@
+"""What hostile clients of a simulation send, and what becomes of it."""
+
+import pytest
+import torch
+
+from fedweave.data.hostile import hostile_clients
+from fedweave.federation.hostile import BOAST, boast
+from fedweave.federation.rounds import one_round
+from fedweave.methods import build_method
+from tests.federations import changed, make_engine
+
+pytestmark = pytest.mark.usefixtures("smooth_optimiser")
+
+
+def first_round(config, backbone):
+    """(θ before and after a round, its report, the engine)"""
+    engine, method = make_engine(config, backbone), build_method(config)
+    for client in engine.members:
+        client.boast = boast(config, client.index)
+    state = method.prepare(engine)
+    moved, report = one_round(method, engine, state, engine.members, 0)
+    engine.detach()
+    return state.theta, moved.theta, report, engine
+
+
+@pytest.fixture
+def plain(config):
+    return changed(config, method="fedit", training={"rounds": 1, "local_steps": 2}, data={"clients": 5})
+
+
+def test_whoever_flips_sends_the_opposite_of_what_was_learned(plain, backbone):
+    start, honest, _, engine = first_round(plain, backbone)
+    config = changed(plain, attack={"kind": "flip", "clients": 1.0})
+    _, flipped, report, _ = first_round(config, backbone)
+    torch.testing.assert_close(flipped - start, start - honest, atol=1e-7, rtol=1e-5)
+    assert len(report.receipts.accepted) == len(engine.members), "nothing of it looks wrong"
+
+
+def test_whoever_shouts_is_let_in(plain, backbone):
+    config = changed(plain, attack={"kind": "shout", "clients": 0.2})
+    start, honest, calm, _ = first_round(plain, backbone)
+    _, shouted, report, engine = first_round(config, backbone)
+    assert len(report.receipts.accepted) == len(engine.members) and not report.receipts.refused
+    longest, usual = max(report.receipts.norms["experts"]), max(calm.receipts.norms["experts"])
+    assert 1.2 * usual < longest <= 8.01 * usual
+    assert (shouted - start) @ (honest - start) < 0.9 * (honest - start).square().sum(), "it pulls back"
+
+
+def test_a_thousand_times_the_examples_are_believed_and_held_down_by_the_ceiling(plain, backbone):
+    config = changed(plain, attack={"kind": "inflate", "clients": 0.2})
+    start, honest, _, _ = first_round(plain, backbone)
+    _, taken, report, engine = first_round(config, backbone)
+    (hostile,) = hostile_clients(config)
+    assert len(engine.members[hostile]) == BOAST * len(engine.members[hostile].data)
+    assert not report.receipts.refused
+    capped = changed(config, federation={"rule": "clip", "max_share": 0.2})
+    _, held, _, _ = first_round(capped, backbone)
+    moves = [torch.cosine_similarity(theta - start, honest - start, dim=0) for theta in (taken, held)]
+    assert moves[0] < 0 < moves[1]
