@@ -123,7 +123,7 @@ class _MatricesLater(TorchFunctionMode):
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
-        if func is torch.empty and isinstance(args[0], tuple) and len(args[0]) == 2:
+        if func is torch.empty and args and isinstance(args[0], tuple) and len(args[0]) == 2:
             kwargs["device"] = "meta"
         return func(*args, **kwargs)
 

@@ -20,7 +20,7 @@ USABLE = 0.92  # of the free memory; the rest is for holes between tensors and w
 _LARGEST_OF_TEN = 1.54  # standard deviations above the mean
 _CPU_TOKENS = 4096  # a longer step is no faster on a CPU
 _CPU_BYTES = 4e9  # of activations in a step on a CPU
-_CPU_BYTES_OF_SMALL = 5e8  # the same where weights stay quantised: who wants that has little memory
+_CPU_BYTES_OF_SMALL = 2e8  # the same where weights stay quantised: who wants that has little memory
 _WAYS = {"off": [False], "on": [True], "auto": [False, True]}  # whether layers run again; of equals the first
 
 
@@ -36,7 +36,8 @@ class Fit:
 def cpu_tokens(per_token: float, quantised: bool = False) -> int:
     """Most tokens of a step on a CPU; ``per_token`` are the bytes that each keeps. Where the backbone's weights
     stay ``quantised``, fewer: unpacking them costs no more than a few dozen tokens."""
-    return min(_CPU_TOKENS, max(512, int((_CPU_BYTES_OF_SMALL if quantised else _CPU_BYTES) / per_token)))
+    least, room = (256, _CPU_BYTES_OF_SMALL) if quantised else (512, _CPU_BYTES)
+    return min(_CPU_TOKENS, max(least, int(room / per_token)))
 
 
 def lanes_that_fit(
