@@ -13,7 +13,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from fedweave.kernels import again, entropy, experts, layer, rotary
+from fedweave.kernels import again, entropy, experts, fused, layer, rotary
 from fedweave.kernels.attention import sequence_tiles, short_attention
 from fedweave.kernels.dropout import DropoutKeys, keep_mask
 from fedweave.kernels.experts import add_experts
