@@ -8,23 +8,17 @@ import torch
 from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
 from gguf.quants import dequantize
 
-import fedweave.kernels
 from fedweave.backbone.blocks import GGUF, make_nf4, nf4_bits, read_blocks
-from fedweave.kernels import dequantise, frozen
+from fedweave.kernels import INTERPRETED, dequantise, frozen
 from fedweave.kernels.dequantise import NF4, Quantised
 from fedweave.kernels.frozen import Resident, Scratch, back, linear, times
+from tests.kernels.conftest import DEVICE
 
-DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
-
-@pytest.fixture(params=["plain", "triton"])
-def version(request, monkeypatch):
-    if request.param == "triton" and not fedweave.kernels.fused(torch.zeros(1, device=DEVICE)):
-        pytest.skip("needs a CUDA device (or TRITON_INTERPRET=1 and triton)")
-    if request.param == "plain":
-        monkeypatch.setattr(dequantise, "fused", lambda x: False)
-        monkeypatch.setattr(dequantise, "_IN_CACHE", 1024)  # several pieces, the last one smaller
-    return request.param
+@pytest.fixture(autouse=True)
+def several_pieces(monkeypatch):
+    """Of a CPU's work, the last one smaller."""
+    monkeypatch.setattr(dequantise, "_IN_CACHE", 1024)
 
 
 def random_blocks(kind: str, rows: int, columns: int, size: float = 0.1) -> np.ndarray:
@@ -57,7 +51,7 @@ def test_numbers_are_those_of_the_gguf_package_to_the_last_bit(version, kind, co
     packed = read_blocks(kind, torch.from_numpy(data)).to(DEVICE)
     assert packed.shape == (7, columns)
     assert torch.equal(packed.dense(torch.float32), expected)
-    if not fedweave.kernels.INTERPRETED:  # which cuts a number where a GPU rounds it
+    if not INTERPRETED:  # which cuts a number where a GPU rounds it
         assert torch.equal(packed.dense(torch.bfloat16), expected.bfloat16())
 
 

@@ -5,9 +5,12 @@ import torch
 
 from fedweave.errors import UserError
 from fedweave.experts.layout import AdapterLayout
+from fedweave.kernels import INTERPRETED
 from fedweave.kernels.fp8 import LARGEST, EightBit, round_rows
 from fedweave.kernels.frozen import back, linear
 from tests.helpers import TARGETS, make_lanes, make_trainer
+
+pytestmark = pytest.mark.skipif(INTERPRETED, reason="Triton's interpreter rounds to 8 bits in a way of its own")
 
 
 def relative(found: torch.Tensor, wanted: torch.Tensor) -> float:

@@ -13,24 +13,12 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-import fedweave.kernels
-from fedweave.kernels import again, entropy, experts, layer, products, rotary
+from fedweave.kernels import again, entropy, experts, fused, layer, rotary
 from fedweave.kernels.attention import sequence_tiles, short_attention
 from fedweave.kernels.dropout import DropoutKeys, keep_mask
 from fedweave.kernels.experts import add_experts
 from fedweave.kernels.lanes import Lanes, Setting, Target
-
-DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-
-
-@pytest.fixture(params=["plain", "triton"])
-def version(request, monkeypatch):
-    if request.param == "triton" and not fedweave.kernels.fused(torch.zeros(1, device=DEVICE)):
-        pytest.skip("needs a CUDA device (or TRITON_INTERPRET=1 and triton)")
-    if request.param == "plain":
-        for module in (entropy, experts, layer, products, rotary):
-            monkeypatch.setattr(module, "fused", lambda x: False)
-    return request.param
+from tests.kernels.conftest import DEVICE
 
 
 def leaf(*shape: int, seed: int = 0) -> torch.Tensor:
@@ -228,7 +216,7 @@ def test_experts_on_a_few_rows(version, tokens, n, width, gated):
 @pytest.mark.parametrize(("heads", "kv_heads", "width"), [(4, 2, 16), (3, 3, 24)])
 def test_attention_within_short_sequences(heads, kv_heads, width, softcap):
     """Sequences of every kind: empty, one token, a whole block, several blocks; keys not stored side by side."""
-    if not fedweave.kernels.fused(torch.zeros(1, device=DEVICE)):
+    if not fused(torch.zeros(1, device=DEVICE)):
         pytest.skip("needs a CUDA device (or TRITON_INTERPRET=1 and triton)")
     lengths = np.array([5, 0, 64, 1, 150, 63])
     tokens = int(lengths.sum())
