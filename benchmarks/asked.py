@@ -1,6 +1,6 @@
 """Who answers what was never trained on: ``python -m benchmarks.asked RUN`` for a run of the built-in sample.
 
-Three figures of a finished `fedweave run quickstart`: how many off-topic prompts no expert
+Three figures of a finished `fedweave run quickstart router.familiar=0.98`: how many off-topic prompts no expert
 answers, how many new prompts of the four patterns are taken for strange by mistake, both by how far ``--doubt``
 moves the limit, and how many two-turn chats that change their task go to the last turn's expert.
 """
