@@ -118,7 +118,8 @@ def noised_reach(config: Config, step: str, size: int) -> tuple[float, str]:
     """The longest that ``size`` numbers of an honest answer are: the clip, and noise, which is beyond this once in
     a billion answers."""
     clip, noise = config.privacy.clip, Budget(config).noise(step)
-    return clip * (1 + noise * (math.sqrt(size) + 6)), "the longest that a clipped answer is with its noise"
+    rounded = clip * (1 + 1e-3)  # precisions of messages, and the order of sums
+    return rounded + clip * noise * (math.sqrt(size) + 6), "the longest that a clipped answer is with its noise"
 
 
 def shielded(lane: Lane, config: Config, client: Client, step: str, batch: int) -> Lane:
