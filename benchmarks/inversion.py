@@ -24,8 +24,9 @@ from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import Whitespace
 from tokenizers.trainers import WordLevelTrainer
-from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedTokenizerFast
+from transformers import PreTrainedTokenizerFast
 
+from benchmarks.server_memory import save_random
 from fedweave.backbone.load import Backbone
 from fedweave.backbone.prompts import Encoded
 from fedweave.data.sample import make_sample
@@ -46,14 +47,7 @@ def wide_model(folder: Path) -> Path:
     fast = PreTrainedTokenizerFast(
         tokenizer_object=tokenizer, pad_token="<pad>", eos_token="<eos>", unk_token="<unk>"
     )
-    fast.save_pretrained(folder)
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=len(fast), hidden_size=512, intermediate_size=1024, num_hidden_layers=2, num_attention_heads=8,
-        num_key_value_heads=4, max_position_embeddings=512, tie_word_embeddings=True,
-    )  # fmt: skip
-    AutoModelForCausalLM.from_config(config).save_pretrained(folder)
-    return folder
+    return save_random(fast, folder, width=512, heads=8)
 
 
 def first_inputs(backbone: Backbone) -> torch.Tensor:

@@ -21,6 +21,10 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerFast
 
 # glibc keeps freed memory for later, in pieces; what is measured here is what the server holds
 _GIVE_BACK = {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "131072", "MALLOC_ARENA_MAX": "1"}
@@ -119,9 +123,8 @@ def with_a_model(overrides: Sequence[str], make: Callable[[Path], Path] | None =
 
 def tiny_model(folder: Path) -> Path:
     """A two-layer Llama with random weights and a byte-level tokenizer."""
-    import torch
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-    from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedTokenizerFast
+    from transformers import PreTrainedTokenizerFast
 
     alphabet = {
         letter: i for i, letter in enumerate(["<pad>", "<eos>", *sorted(pre_tokenizers.ByteLevel.alphabet())])
@@ -130,11 +133,20 @@ def tiny_model(folder: Path) -> Path:
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="<pad>", eos_token="<eos>")
-    fast.save_pretrained(folder)
+    return save_random(fast, folder, width=32, heads=4)
+
+
+def save_random(tokenizer: PreTrainedTokenizerFast, folder: Path, width: int, heads: int) -> Path:
+    """A Llama of two layers with random weights, and its tokenizer."""
+    import torch
+    from transformers import AutoModelForCausalLM, LlamaConfig
+
+    tokenizer.save_pretrained(folder)
     torch.manual_seed(0)
     config = LlamaConfig(
-        vocab_size=len(alphabet), hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
-        num_key_value_heads=2, max_position_embeddings=512, tie_word_embeddings=True,
+        vocab_size=len(tokenizer), hidden_size=width, intermediate_size=2 * width, num_hidden_layers=2,
+        num_attention_heads=heads, num_key_value_heads=heads // 2, max_position_embeddings=512,
+        tie_word_embeddings=True,
     )  # fmt: skip
     AutoModelForCausalLM.from_config(config).save_pretrained(folder)
     return folder
