@@ -1,8 +1,8 @@
 """Who answers what was never trained on: ``python -m benchmarks.asked RUN`` for a run of the built-in sample.
 
-Three figures of a finished `fedweave run quickstart router.familiar=0.98`: how many off-topic prompts no expert
-answers, how many new prompts of the four patterns are taken for strange by mistake, both by how far ``--doubt``
-moves the limit, and how many two-turn chats that change their task go to the last turn's expert.
+Figures of a finished `fedweave run quickstart`: how many off-topic prompts no expert answers, and how many new
+prompts of the four patterns, by how far ``--doubt`` moves the limit; the same of prompts with names and things that the
+sample does not have; and how many two-turn chats that change their task go to the last turn's expert.
 """
 
 import argparse
@@ -110,11 +110,35 @@ OFF_TOPIC = [
 ]
 
 
+NEW_NAMES = [
+    "Mia has 3 hats and finds 4 more. How many hats in all?",
+    "Anna has 5 apples and finds 2 more. How many apples in all?",
+    "Priya has 12 stamps and finds 9 more. How many stamps in all?",
+    "Wolfgang has 7 umbrellas and finds 6 more. How many umbrellas in all?",
+    "Chidi has 20 bricks and finds 11 more. How many bricks in all?",
+    "Fix the grammar: Ada go to school.",
+    "Fix the grammar: Mia go to the museum on Friday.",
+    "Fix the grammar: Anna go to the office on Tuesday.",
+    "Fix the grammar: Priya go to the harbour on Sunday.",
+    "Fix the grammar: Wolfgang go to the bakery on Monday.",
+    "Pick the fruit from this list: saw, plum, tram.",
+    "Pick the animal from this list: mango, otter, ladder.",
+    "Pick the colour from this list: purple, spoon, wolf.",
+    "Pick the tool from this list: drill, cherry, pink.",
+    "Pick the fruit from this list: papaya, bus, chisel.",
+    "Review: The bread was really stale! That is all.\nMood of the review, one word:",
+    "Review: The museum was quite lovely! That is all.\nMood of the review, one word:",
+    "Review: The pizza was truly awful! That is all.\nMood of the review, one word:",
+    "Review: The lesson was really helpful! That is all.\nMood of the review, one word:",
+    "Review: The train was quite dirty! That is all.\nMood of the review, one word:",
+]
+
+
 def doubts(model: FedWeaveModel, prompts: list[str]) -> list[float]:
     encoded = model.backbone.prompts.encode_prompts(prompts)
     found = [doubt for doubt in model.judge(encoded)[1] if doubt is not None]
     if len(found) < len(prompts):
-        raise SystemExit("this run learned no limit; train with router.familiar below 1")
+        raise SystemExit("this run learned no limit: router.familiar is 1")
     return found
 
 
@@ -127,11 +151,12 @@ def main() -> None:
     model = fedweave.load(arguments.folder, model=arguments.backbone)
     pools, _ = make_sample(arguments.each, seed=977)
     rows = [row for pool in pools.values() for row in pool]
-    strange, known = doubts(model, OFF_TOPIC), doubts(model, [row.prompt for row in rows])
-    print("  doubt  off-topic without an expert  new prompts of the patterns without an expert")
-    for limit in (1.0, 1.25, 1.5, 2.0, 3.0):
-        found, wrong = (sum(doubt > limit for doubt in some) for some in (strange, known))
-        print(f"  {limit:5.2f}  {found:>8} of {len(strange)}  {wrong:>20} of {len(known)}")
+    asked = {"off-topic": OFF_TOPIC, "new": [row.prompt for row in rows], "with new names": NEW_NAMES}
+    found = {name: doubts(model, prompts) for name, prompts in asked.items()}
+    print("  prompts without an expert\n  doubt" + "".join(f"{name:>18}" for name in found))
+    for limit in (0.67, 1.0, 1.25, 1.5, 2.0):
+        beyond = [f"{sum(doubt > limit for doubt in some)} of {len(some)}" for some in found.values()]
+        print(f"  {limit:5.2f}" + "".join(f"{told:>18}" for told in beyond))
     pairs = [
         (first, then)
         for one, other in permutations(pools, 2)

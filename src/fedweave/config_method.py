@@ -95,12 +95,20 @@ class RouterConfig:
         "How much a kept expert counts: fully, or as much as the router is sure of it, so that the shared part "
         "carries the rest.",
     )
-    familiar: float = setting(
-        1.0,
+    familiar: float | Literal["auto"] = setting(
+        "auto",
         "Share of prompts of the clients' kinds that count as familiar; one that lies farther out gets the "
-        "shared part alone, or the bare backbone where there is none. 1: all prompts are familiar.",
+        "shared part alone, or the bare backbone where there is none. 1: all prompts are familiar. auto is "
+        "0.98 where the feature is of the user's words (backbone.pool=content or prompt=plain), else 1; and 1 "
+        "with privacy, since sums of features leave the clients for it.",
         low=0.5,
         high=1.0,
+    )
+    doubt: float = setting(
+        1.0,
+        "Experts answer prompts up to so many times as strange as router.familiar allows, as --doubt says later.",
+        low=0.0,
+        high=1e9,
     )
     warm_start: WarmStartConfig = field(default_factory=WarmStartConfig)
 

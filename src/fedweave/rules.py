@@ -80,8 +80,8 @@ def _check_private(config: Config) -> None:
             "needs experts.labels=buckets: what the router makes of a client's prompts would be told",
         ),
         (
-            aligned and router.familiar < 1,
-            "needs router.familiar=1: sums of features would leave the clients",
+            aligned and router.familiar not in ("auto", 1.0),
+            "needs router.familiar=1 or auto: sums of features would leave the clients",
         ),
         (_lives(config), "plans for data that stay as they are; leave data.changes empty and living.notice=off"),
         (

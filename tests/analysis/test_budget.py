@@ -79,7 +79,7 @@ def test_every_method_trains_what_its_budget_says(config, backbone, model_folder
         routers = 0
         for lane in (method.lane(client, state, t) for client in engine.members for t in range(2)):
             trained |= lane.trainable if lane.trainable is not None else torch.ones_like(trained)
-            routers = state.phi.numel() if state.phi is not None and lane.phi is not None else 0
+            routers = state.forgetting().phi.numel() if lane.phi is not None else 0
         assert payload.trainable == int(trained.sum()) + routers, name
         assert payload.trainable == trained_parameters(chosen, state), name
 

@@ -99,7 +99,7 @@ def test_over_flower_nothing_but_masked_numbers_leaves_a_site(config, backbone, 
             assert message.facts.keys() == {"step", "t", "backbone", "tokenizer"}
             spread = message.tensors[MASKED].double().std() / 2**63
             assert 0.4 < spread < 0.7 or message.tensors[MASKED].numel() < 100, "uniform numbers, not small ones"
-    assert seen == {"start", "warm", "train"}
+    assert seen == {"start", "warm", "moments", "distances", "train"}
 
 
 DROPS = {"train": "answering", "shares": "sharing", "unmask": "the last word", "keys": "keys"}

@@ -122,9 +122,10 @@ def test_a_client_sends_the_experts_that_it_serves(config, backbone):
     for client, message in zip(engine.members, messages, strict=True):
         served = {f"expert.{m}" for m in client.assignment}
         assert set(message.tensors) == served | {"router"}
-        size = 4 * (len(served) * single + state.router.size)
+        size = 4 * (len(served) * single + state.router.trained.size)
         assert message.size == tensor_bytes(message.tensors.values()) == size
-    assert method.train.broadcast_size(state.layout, state.router, 0) == 4 * (state.layout.size + state.router.size)
+    moved = state.layout.size + state.router.trained.size
+    assert method.train.broadcast_size(state.layout, state.router, 0) == 4 * moved
     assert any(len(set(client.assignment)) < state.layout.experts for client in engine.members)
 
 

@@ -81,7 +81,7 @@ def test_a_round_is_the_asymmetric_average_of_lone_clients(config, backbone, smo
     state = method.prepare(engine)
     final = federate(method, engine, state, range(1), lambda state, report: None)
     layout, owner = state.layout, state.layout.expert_of_column
-    theta, phi = state.theta.clone(), state.phi.clone()
+    theta, phi = state.theta.clone(), state.forgetting().phi.clone()
     counts = [method.counts(c, state) for c in engine.members]
     for client, n in zip(engine.members, counts, strict=True):
         lane = method.lane(client, state, 0)
@@ -91,8 +91,10 @@ def test_a_round_is_the_asymmetric_average_of_lone_clients(config, backbone, smo
         theta += share[owner] * result.delta_theta
         phi += len(client) / sum(map(len, engine.members)) * result.delta_phi
     engine.detach()
-    assert (theta - final.theta).abs().max() <= 1e-5 and (phi - final.phi).abs().max() <= 1e-5
-    assert (final.theta - state.theta).abs().max() > 1e-3
+    assert (theta - final.theta).abs().max() <= 1e-5 and (phi - final.forgetting().phi).abs().max() <= 1e-5
+    trained = phi.shape[1]
+    assert torch.equal(final.phi[:, trained:], state.phi[:, trained:]), "what is familiar stands still"
+    assert final.phi.shape[1] > trained and (final.theta - state.theta).abs().max() > 1e-3
 
 
 def test_every_example_counts_for_exactly_one_expert(config, backbone):

@@ -11,8 +11,6 @@ from fedweave.config import Config, from_tree, load_config
 from fedweave.errors import UserError
 from fedweave.federation.rounds import federate
 from fedweave.methods import build_method
-from fedweave.methods.familiar import count_far, crossed, distance, farther, fit, reach, spanned
-from fedweave.router.mlp import outside
 from fedweave.settings import to_tree
 from fedweave.training.narrow import Narrow
 from tests.federations import make_engine, run, with_method
@@ -275,65 +273,6 @@ def test_a_lane_holds_the_experts_that_its_examples_use_and_learns_the_same(wove
             assert result.delta_theta[owner == m].any() == (m in experts)
         assert result.delta_theta[owner == 5].any()
     mixture.detach()
-
-
-def test_a_prompt_like_none_before_gets_the_shared_part_alone(woven, backbone):
-    engine, method, state = prepared(weave(woven, router__familiar=0.5), backbone)
-    engine.detach()
-    features = torch.cat([client.data.features for client in engine.members])
-    known = state.weights(features).any(1)
-    assert 0.5 <= known.float().mean() < 1
-    noise = torch.randn(8, features.shape[1], generator=torch.Generator().manual_seed(3))
-    odd = state.weights(features[:8] + 20 * features.std(0) * noise)
-    assert not odd.any() and not state.gates(odd, "sparse").any()
-    client = engine.members[0]
-    assert torch.equal(method.lane(client, state, 0).gates.any(1), known[: len(client)])
-    assert torch.equal(method.labels(client, state), build_method(woven).labels(client, state))
-
-
-def test_what_is_familiar_comes_from_sums_over_clients(woven, backbone):
-    """What the server makes of sums is what one place would make of all features."""
-    engine, _, state = prepared(weave(woven, router__familiar=0.9), backbone)
-    engine.detach()
-    x = torch.cat([client.data.features for client in engine.members]).double()
-    z = (x - x.mean(0)) / x.std(0, correction=0)
-    axes = torch.linalg.svd(z, full_matrices=False).Vh[: state.router.axes]  # [k, d]
-    outside = z.square().sum(1) - (z @ axes.T).square().sum(1)
-    found = state.router.strangeness(state.phi[0], x.float()).double()
-    torch.testing.assert_close(found, outside, atol=1e-3, rtol=1e-3)
-
-
-def test_new_prompts_lie_within_the_limit_as_often_as_was_asked_for():
-    """Prompts of a narrow cloud, a tenth of them with much noise: far more new ones than asked for lie beyond what
-    those that were fitted would tell, and about as many beyond the limit."""
-    random = torch.Generator().manual_seed(0)
-    mixing = torch.randn(40, 8, generator=random, dtype=torch.float64)
-
-    def prompts(n: int) -> torch.Tensor:
-        noise = torch.randn(n, 40, generator=random, dtype=torch.float64)
-        loud = 1 + 2 * (torch.rand(n, 1, generator=random) < 0.1)
-        return torch.randn(n, 8, generator=random, dtype=torch.float64) @ mixing.T + loud * noise
-
-    def moments(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        return x.mean(0), x.T @ x / len(x)
-
-    wrong, naive, ratios = [], [], []
-    for _ in range(20):
-        known, new = prompts(120), prompts(2000)
-        span = fit(*moments(known), 12)
-        means, seconds = (torch.stack(part) for part in zip(*(moments(known[h::2]) for h in (0, 1)), strict=True))
-        halves = [fit(means[h], seconds[h], 12) for h in (0, 1)]
-        far = crossed(halves, means, seconds)
-        assert distance(span, *moments(known)) == pytest.approx(span.distance)
-        ratios.append(farther(halves, far) * span.distance / distance(span, *moments(new)))
-        counts = count_far(known, spanned(halves), far)
-        limit = reach(counts, 0.95) * span.distance * farther(halves, far)
-        outer = outside(new, span.mean, span.scale, span.axes)
-        wrong.append(float((outer > limit).double().mean()))
-        fitted = outside(known, span.mean, span.scale, span.axes)
-        naive.append(float((outer > fitted.quantile(0.95)).double().mean()))
-    assert sum(naive) / 20 > 0.1 and sum(ratios) / 20 == pytest.approx(1, abs=0.15)
-    assert sum(wrong) / 20 == pytest.approx(0.05, abs=0.02)
 
 
 @pytest.mark.parametrize("key", ["router.gate=sure", "experts.rest=0.1"])

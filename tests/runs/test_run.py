@@ -70,7 +70,7 @@ def test_a_model_answers_without_the_runs_data_and_reading_changes_nothing(tiny_
     (finished / "manifest.json").unlink()
     before = contents(finished)
     model = fedweave.load(finished)
-    answer = model.generate(["How many?"], routing="soft", max_new_tokens=3)[0]
+    answer = model.generate(["Fix the grammar: Kira go to the station."], routing="soft", max_new_tokens=3)[0]
     assert sum(answer.weights) == pytest.approx(1.0, abs=1e-4)
     assert contents(finished) == before
 

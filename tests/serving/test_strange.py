@@ -61,5 +61,5 @@ def test_the_limit_may_be_chosen_at_export_and_in_use(careful, tmp_path, trained
         assert odd.expert >= 0 and 0 < odd.doubt < 1
     with pytest.raises(UserError, match="above 0"):
         load(bundle, doubt=-1.0)
-    with pytest.raises(UserError, match=r"only router\.familiar below 1 learns a limit"):
+    with pytest.raises(UserError, match=r"learns a limit unless router\.familiar=1"):
         load(trained, doubt=2.0)

@@ -31,6 +31,7 @@ class GradientMeter:
     """Losses and gradients of lanes at the parameters that they bring; dropout is off, nothing is clipped."""
 
     def __init__(self, compute: Compute, layout: AdapterLayout, router: RouterLayout | None):
+        router = router.trained if router is not None else None
         self.compute, self.layout, self.router = compute, layout, router
         self.trainer = LockstepTrainer(
             compute.backbone, compute.mixture(layout), router, compute.config.training, dropout=0.0, router_rate=0.0

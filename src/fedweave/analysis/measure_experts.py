@@ -48,12 +48,8 @@ def measure_conflict(subject: Subject, sample: Sample, console: Console) -> dict
         merged = torch.stack(state.layout.unstack(state.theta)).mean(0)
         adapters["merged_experts"] = (single, None, merged, None)
     if state.phi is None or len(state.phi) == 1:
-        adapters["experts"] = (
-            state.layout,
-            state.router,
-            state.theta,
-            state.phi[0] if state.phi is not None else None,
-        )
+        phi = state.forgetting().phi
+        adapters["experts"] = (state.layout, state.router, state.theta, phi[0] if phi is not None else None)
     bar = console.progress("pattern gradients", len(adapters) * len(subject.patterns), "patterns")
     found = {}
     for name, (layout, router, theta, phi) in adapters.items():

@@ -114,8 +114,8 @@ class Subject:
         """[Q] the router state that a client trains from."""
         phi = self.method.lane(client, state, 0).phi
         if phi is None:  # the router is not trained: it is everybody's
-            assert state.phi is not None
-            return state.phi[0]
+            assert state.router is not None and state.phi is not None
+            return state.router.forgetting(state.phi[0])
         return phi
 
     def gates(self, client: Client, state: ServerState) -> np.ndarray:
@@ -125,7 +125,7 @@ class Subject:
             return given.double().numpy()
         with torch.no_grad():
             phi = self.phi(client, state)
-            return state.router.route(phi, client.data.features.to(phi)).double().cpu().numpy()
+            return state.router.trained.route(phi, client.data.features.to(phi)).double().cpu().numpy()
 
 
 _MINUTE = {"cpu": 2.5e12, "cuda": 5e15}  # FLOP that leave room for loading; two cores do 1e11 a second

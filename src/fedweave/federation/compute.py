@@ -117,6 +117,7 @@ class Compute:
         self, layout: AdapterLayout, router: RouterLayout | None, training: TrainingConfig
     ) -> LockstepTrainer:
         """The trainer of this layout, kept over rounds together with what it has recorded."""
+        router = router.trained if router is not None else None
         mixture, last, config = self.mixture(layout), self._trainer, self.config
         if last is None or last.mixture is not mixture or last.router != router or last.config != training:
             if last is not None:

@@ -163,7 +163,7 @@ class Method(ABC):
         """Lines 10 and 11: what client i trains in round t."""
         pools, batch_size = self.pools(client, state), self.config.training.batch_size
         schedule = local_schedule(pools, self.local_steps(client), batch_size, self.config.seed, t, client.index)
-        phi = state.phi[0] if state.phi is not None else None
+        phi = state.router.forgetting(state.phi[0]) if state.router is not None and state.phi is not None else None
         even = self.config.training.weighting == "example"
         lane = Lane(client.data, schedule, state.theta, phi, (self.config.seed, t, client.index), even=even)
         return shielded(lane, self.config, client, self.train.name, batch_size)
@@ -214,14 +214,16 @@ class Method(ABC):
     def aggregate(self, engine: Engine, state: ServerState, updates: Iterable[Update]) -> ServerState:
         """Line 14: experts over matched prototypes, the router over whole clients."""
         experts = expert_average(state.layout, state.theta.device, self.config)
-        learns = state.router is not None and self.trains_router
-        device, size = state.theta.device, state.router.size if state.router else 0
-        router = client_average(size, device, self.config) if learns else None
+        device, router, phi = state.theta.device, None, state.phi
+        if state.router is not None and self.trains_router:
+            router = client_average(state.router.trained.size, device, self.config)
         for update in updates:
             experts.add(update.delta_theta, update.counts, update.samples)
             if router is not None and update.delta_phi is not None:
                 router.add(update.delta_phi, update.samples)
-        phi = state.phi + router.step() if router is not None and state.phi is not None else state.phi
+        if router is not None and phi is not None:
+            moved = router.step()
+            phi = torch.cat([phi[:, : len(moved)] + moved, phi[:, len(moved) :]], 1)
         return replace(state, theta=state.theta + experts.step(), phi=phi)
 
     def served(self, state: ServerState) -> list[RoutedExperts]:

@@ -113,7 +113,7 @@ class Train(Summed[Update]):
         columns = self.columns(state.layout, state.theta.device, asked.question.facts["t"])
         parts = {name: Part((len(columns[name]),), rounded=True, limit=EXPERTS) for name in _sent(columns, counts)}
         if state.router is not None and self.method.trains_router:
-            parts[ROUTER] = Part((state.router.size,), rounded=True, limit=ROUTER)
+            parts[ROUTER] = Part((state.router.trained.size,), rounded=True, limit=ROUTER)
         return parts
 
     def reach(self, asked: Asked, limit: str, size: int) -> tuple[float, str]:
@@ -145,7 +145,7 @@ class Train(Summed[Update]):
         columns = self.columns(state.layout, state.theta.device, asked.question.facts["t"])
         shapes: dict[str, tuple[int, ...]] = {name: (len(own),) for name, own in columns.items()}
         if state.router is not None and self.method.trains_router:
-            shapes[ROUTER] = (state.router.size,)
+            shapes[ROUTER] = (state.router.trained.size,)
         ones = dict.fromkeys((f"{FIGURE}samples", f"{FIGURE}loss", f"{FIGURE}tokens"), (1,))
         return shapes | {f"{FIGURE}counts": (state.layout.experts,), **ones}
 
@@ -177,10 +177,10 @@ class Train(Summed[Update]):
 
     def broadcast_size(self, layout: AdapterLayout, router: RouterLayout | None, t: int) -> int:
         """Bytes that a participant needs of round t's broadcast: the columns that the server may have moved since
-        the round before, and one router."""
+        the round before, and one router; what it knows of familiar prompts stands still."""
         moved = self.method.moved(layout, t)
         columns = layout.size if moved is None else int(moved.sum())
-        return 4 * (columns + (router.size if router else 0))
+        return 4 * (columns + (router.trained.size if router else 0))
 
 
 def _sent(columns: dict[str, torch.Tensor], counts: Sequence[float]) -> list[str]:

@@ -10,6 +10,9 @@ multiples of the mean; the sums say what that mean is for directions that all pr
 
 import math
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from itertools import islice
+from statistics import median_low
 from typing import NamedTuple
 
 import torch
@@ -20,14 +23,27 @@ from fedweave.federation.client import Client
 from fedweave.federation.compute import Compute
 from fedweave.federation.engines.base import Engine
 from fedweave.federation.message import Facts, Message, Refused
+from fedweave.federation.state import ServerState
 from fedweave.federation.steps import FIGURE, Answer, Asked, Figure, Part, Summed
 from fedweave.router.mlp import RouterLayout, outside
 
+_AUTO = 0.98  # router.familiar where nobody says otherwise: by measurement (docs/serving.md)
 _AXES = 128  # most directions; a quarter of the width where that is less
-_ROWS = 5  # prompts of each half that a direction needs
+_ROWS = 5  # prompts of each half that a direction needs, and that a client must have to tell of them
 _BINS = 400  # of distances, in twentieths of the mean one
 _WIDTH = 0.05
 _LONGEST = 4.0  # times the median: mean square features of a site that are believed
+_WAITING = 32  # sites whose moments are held at a time, until it is known how long features are
+
+
+def familiar_share(config: Config) -> float:
+    """The share of prompts that count as familiar. 1: all do, as where no sums of features may leave, and where a
+    template's constant words are most of a short prompt's feature, so that none lies far from the others."""
+    asked, backbone = config.router.familiar, config.backbone
+    if asked != "auto":
+        return asked
+    words = backbone.pool == "content" or backbone.prompt == "plain"
+    return _AUTO if words and config.privacy.level == "none" else 1.0
 
 
 class Moments(NamedTuple):
@@ -49,6 +65,8 @@ class AskMoments(Summed[Moments]):
     def answer(self, compute: Compute, clients: Sequence[Client], question: Message) -> Iterator[Answer]:
         for client in clients:
             x = client.data.features[client.rows].double()  # [n, d]; a variance is a small difference of large sums
+            if len(x) < 2 * _ROWS:  # a sum of a few features is nearly a feature
+                x = x[:0]
             halves = [x[::2], x[1::2]]
             row, column = torch.triu_indices(x.shape[1], x.shape[1])
             products = torch.stack([(half.T @ half)[row, column] for half in halves])
@@ -57,7 +75,7 @@ class AskMoments(Summed[Moments]):
             )
 
     def figures(self, asked: Asked) -> dict[str, Figure]:
-        return {"samples": Figure(int, 1, min(len(asked.member), self.config.federation.max_samples), summed=True)}
+        return {"samples": Figure(int, 0, min(len(asked.member), self.config.federation.max_samples), summed=True)}
 
     def parts(self, asked: Asked, figures: Facts) -> dict[str, Part]:
         d = asked.width
@@ -82,13 +100,30 @@ def _halves(rows: int) -> torch.Tensor:
     return torch.tensor([(rows + 1) // 2, rows // 2])
 
 
+def together(told: Iterator[Moments]) -> Moments | None:
+    """Their sum, of a few at a time. One site alone does not say what is familiar: if its features are far longer
+    than the median site's it is scaled down."""
+    total: Moments | None = None
+    lengths: list[float] = []
+    told = (one for one in told if one.rows.any())
+    while some := list(islice(told, _WAITING)):
+        row, column = torch.triu_indices(some[0].sums.shape[1], some[0].sums.shape[1])
+        lengths += [float(one.products[:, row == column].sum() / one.rows.sum()) for one in some]  # mean squares
+        most = _LONGEST * median_low(lengths)
+        for one, length in zip(some, lengths[-len(some) :], strict=True):
+            factor = min(1.0, most / max(length, 1e-30))
+            scaled = Moments(one.rows, one.sums * factor**0.5, one.products * factor)
+            total = scaled if total is None else Moments(*(a + b for a, b in zip(total, scaled, strict=True)))
+    return total
+
+
 class Span(NamedTuple):
     """Directions that some prompts span, and how far outside of them these lie on average."""
 
     mean: torch.Tensor  # [d]
     scale: torch.Tensor  # [d]
     axes: torch.Tensor  # [k, d]
-    distance: float
+    distance: float  # by mean squares: outside over the root of the whole
 
 
 def fit(mean: torch.Tensor, second: torch.Tensor, count: int) -> Span:
@@ -98,7 +133,7 @@ def fit(mean: torch.Tensor, second: torch.Tensor, count: int) -> Span:
     moves = variance > 1e-9 * variance.mean()  # a channel that stands still says nothing
     scale = torch.where(moves, variance, torch.inf).rsqrt()
     values, vectors = torch.linalg.eigh(covariance * scale.outer(scale))  # ascending
-    return Span(mean, scale, vectors[:, -count:].T, float(values[:-count].sum()))
+    return Span(mean, scale, vectors[:, -count:].T, float(values[:-count].sum() / values.sum().sqrt()))
 
 
 def distance(span: Span, mean: torch.Tensor, second: torch.Tensor) -> float:
@@ -106,7 +141,8 @@ def distance(span: Span, mean: torch.Tensor, second: torch.Tensor) -> float:
     both = mean.outer(span.mean)
     around = second - both - both.T + span.mean.outer(span.mean)  # mean products of what differs from its mean
     seen = around * span.scale.outer(span.scale)
-    return float(seen.trace() - ((span.axes @ seen) * span.axes).sum())
+    whole = seen.trace().clamp(min=torch.finfo(seen.dtype).tiny)
+    return float((whole - ((span.axes @ seen) * span.axes).sum()) / whole.sqrt())
 
 
 def crossed(halves: Sequence[Span], means: torch.Tensor, seconds: torch.Tensor) -> list[float]:
@@ -182,28 +218,29 @@ class Familiarity:
     def __init__(self, config: Config):
         self.config, self.moments, self.distances = config, AskMoments(config), AskDistances()
 
+    def taught(self, engine: Engine, state: ServerState, receipts: Receipts) -> ServerState:
+        """A state that knows what is familiar to the clients as they are now."""
+        state = state.forgetting()
+        if state.router is None or state.phi is None:
+            return state
+        router, phi = self.learn(engine, state.router, state.phi[0], receipts)
+        return replace(state, router=router, phi=phi[None])
+
     def learn(
         self, engine: Engine, router: RouterLayout, phi: torch.Tensor, receipts: Receipts
     ) -> tuple[RouterLayout, torch.Tensor]:
         """(router, φ [Q]) that know familiar prompts; as they came where there are too few prompts to tell."""
         heard = Receipts(bytes_up=receipts.bytes_up)
-        told = [moments for _, moments in engine.ask(self.moments, engine.members, Message(), heard)]
-        if not told:
+        told = (moments for _, moments in engine.ask(self.moments, engine.members, Message(), heard))
+        if (total := together(told)) is None:
             return router, phi
-        row, column = torch.triu_indices(router.width, router.width)
-        lengths = torch.stack(
-            [one.products[:, row == column].sum() / one.rows.sum() for one in told]
-        )  # mean squares
-        # one site alone does not say what is familiar
-        factors = (_LONGEST * lengths.median() / lengths.clamp(min=1e-30)).clamp(max=1.0)
-        rows = torch.stack([one.rows for one in told]).sum(0)  # [2]
+        rows, sums, products = total
         count = min(_AXES, router.width // 4, int(rows.min()) // _ROWS)
         if count < 1:
             return router, phi
         share = rows / rows.sum()
-        pairs = list(zip(factors, told, strict=True))
-        means = torch.stack([factor.sqrt() * one.sums for factor, one in pairs]).sum(0) / rows[:, None]  # [2, d]
-        flat = torch.stack([factor * one.products for factor, one in pairs]).sum(0) / rows[:, None]
+        means, flat = sums / rows[:, None], products / rows[:, None]  # [2, d], [2, d (d + 1) / 2]
+        row, column = torch.triu_indices(router.width, router.width)
         seconds = means.new_zeros(2, router.width, router.width)
         seconds[:, row, column] = seconds[:, column, row] = flat
         span = fit((share[:, None] * means).sum(0), (share[:, None, None] * seconds).sum(0), count)
@@ -215,5 +252,6 @@ class Familiarity:
             counts += found
         if not counts.any():  # nobody has said how far out familiar prompts lie: all are
             return router, phi
-        limit = reach(counts, self.config.router.familiar) * span.distance * farther(halves, far)
+        limit = reach(counts, familiar_share(self.config)) * span.distance * farther(halves, far)
+        limit *= self.config.router.doubt
         return router.knowing(phi, span.mean, span.scale, span.axes, limit)

@@ -15,16 +15,18 @@ import torch.nn.functional as F
 
 from fedweave.config import Config
 from fedweave.errors import UserError
+from fedweave.federation.admission import Receipts
 from fedweave.federation.client import Client, Member
 from fedweave.federation.compute import Compute
 from fedweave.federation.engines.base import Engine
 from fedweave.federation.engines.in_process import InProcessEngine
+from fedweave.federation.message import Message
 from fedweave.federation.method import Payload, Sizes, Units
 from fedweave.federation.news import Change
 from fedweave.federation.state import Broadcast, ServerState
 from fedweave.federation.steps import Step
 from fedweave.federation.train import Update
-from fedweave.methods.familiar import Familiarity
+from fedweave.methods.familiar import Familiarity, familiar_share
 from fedweave.methods.living import Living
 from fedweave.methods.preparation import Aligned, assign, mixture_payload
 from fedweave.methods.relabel import Relabel, picked
@@ -45,8 +47,8 @@ class FedWeave(Aligned):
         self.warm = WarmRouter(config)
         self.start = self.start if config.experts.start == "warmup" else None
         self.relabel = Relabel(config) if config.experts.labels == "router" else None
-        self.familiar = Familiarity(config) if config.router.familiar < 1 else None
-        self.living = Living(config, self.discover, self.start, self.familiar)
+        self.familiar = Familiarity(config) if familiar_share(config) < 1 else None
+        self.living = Living(config, self.discover, self.start)
         self.shared_rank = config.experts.shared_rank
         self.trains_router = config.router.training == "soft"
 
@@ -83,7 +85,13 @@ class FedWeave(Aligned):
             client.waiting = rows[:0]
 
     def settle(self, engine: Engine, state: ServerState, change: Change) -> ServerState:
-        return self.living.settle(engine, state, change) if self.lives else state
+        state = self.living.settle(engine, state, change) if self.lives else state
+        if self.familiar is not None and (change.placed if self.lives else change.came):  # what trains is familiar
+            heard = Receipts()
+            state = self.familiar.taught(engine, state, heard)
+            assert state.router is not None
+            change.heard(heard, Message({"spans": torch.empty(2, state.router.axes + 2, state.router.width)}))
+        return state
 
     def labels(self, client: Client, state: RoutedExperts) -> torch.Tensor:
         """Made anew in every round from what was broadcast, so that no client needs to remember them."""
@@ -194,7 +202,8 @@ class WithoutClientRouter(FedWeave):
         training, seed = self.config.training, self.config.seed
         steps = allot_steps([len(b) for b in client.served], training.local_steps)[c]
         schedule = local_schedule([client.served[c]], steps, training.batch_size, seed, t, client.index, "reset", c)
-        assert state.phi is not None
+        assert state.router is not None and state.phi is not None
         frozen = torch.zeros(state.layout.size, dtype=torch.bool)
         key = (seed, t, client.index, "reset", c)
-        return Lane(client.data, schedule, state.theta + update.delta_theta, state.phi[0], key, frozen)
+        phi = state.router.forgetting(state.phi[0])
+        return Lane(client.data, schedule, state.theta + update.delta_theta, phi, key, frozen)

@@ -21,7 +21,6 @@ from fedweave.federation.message import Message
 from fedweave.federation.news import Change, Placed
 from fedweave.federation.state import ServerState, broadcast
 from fedweave.federation.steps import Step
-from fedweave.methods.familiar import Familiarity
 from fedweave.methods.growing import GrowRouter, grow_router
 from fedweave.methods.newcomers import Sign, apart, decide, kept_means, placed_lines, remember
 from fedweave.methods.preparation import signature_blocks, warm_starts
@@ -31,10 +30,8 @@ from fedweave.methods.prototypes import Discover, StartExperts, first_adapter
 class Living:
     """The questions between rounds, and the rules that read the replies."""
 
-    def __init__(
-        self, config: Config, discover: Discover, start: StartExperts | None, familiar: Familiarity | None
-    ):
-        self.config, self.discover, self.start, self.familiar = config, discover, start, familiar
+    def __init__(self, config: Config, discover: Discover, start: StartExperts | None):
+        self.config, self.discover, self.start = config, discover, start
         self.sign, self.teach = Sign(discover), GrowRouter(config)
 
     def steps(self) -> list[Step]:
@@ -112,12 +109,8 @@ class Living:
         theta = wide.stack(
             [*layout.unstack(state.theta), *(one.to(state.theta) for one in starts)], shared_of(state)
         )
-        router, phi = router.forgetting(state.phi[0])
-        router, phi = grow_router(engine, self.teach, router, phi, len(starts), change)
-        if self.familiar is not None:
-            heard = Receipts()
-            router, phi = self.familiar.learn(engine, router, phi, heard)
-            change.heard(heard, Message({"phi": phi}))
+        phi = router.forgetting(state.phi[0])
+        router, phi = grow_router(engine, self.teach, router.trained, phi, len(starts), change)
         # a new expert and its output have far to go: what earlier rounds moved by is no measure for the next ones
         return replace(state, layout=wide, theta=theta, router=router, phi=phi[None], norms={})
 

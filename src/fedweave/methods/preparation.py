@@ -69,7 +69,8 @@ class Aligned(Method):
     def prepare(self, engine: Engine, start: RoutedExperts | None = None) -> ServerState:
         """Buckets, signatures, alignment, initial experts and router."""
         if start is not None:
-            return self.continued(engine, start)
+            state = self.continued(engine, start.forgetting())  # what was familiar elsewhere need not be so here
+            return state if self.familiar is None else self.familiar.taught(engine, state, Receipts())
         config, shared = self.config, self.shared_rank
         heard, started, warmed = Receipts(), Receipts(), Receipts()
         found = discover_units(engine, self.discover, heard)  # lines 1-4
@@ -104,6 +105,10 @@ class Aligned(Method):
         if self.familiar is not None:
             router, phi = self.familiar.learn(engine, router, phi, warmed)
             down += 4 * 2 * router.width * (router.axes + 2)  # what each half of the prompts spans
+        elif config.router.familiar == "auto" and config.privacy.level != "none":
+            engine.console.say(
+                "every prompt gets an expert: with privacy no sums of features tell which are strange"
+            )
         router = replace(router, sure=config.router.gate == "sure")
         report["preparation_bytes"] = preparation_bytes(engine.members, (heard, 0), (started, 0), (warmed, down))
         means = None
@@ -233,7 +238,7 @@ def preparation_bytes(members: Sequence[Member], *asked: tuple[Receipts, int]) -
 
 def mixture_payload(sizes: Sizes, up_experts: int, routers: int = 1, trained_router: bool = True) -> Payload:
     """The costs of a method with several experts, of which a client sends so many."""
-    router, experts = sizes.router.size if trained_router else 0, sizes.experts
+    router, experts = sizes.router.trained.size if trained_router else 0, sizes.experts
     one = experts.with_experts(1).size
     shared = experts.size - experts.experts * one
     return Payload(

@@ -33,7 +33,7 @@ class RouterLayout:
 
     @property
     def size(self) -> int:
-        """Q: the number of router parameters."""
+        """Q: the number of router parameters, and of what it knows of familiar prompts."""
         return sum(math.prod(shape) for shape in self.shapes.values())
 
     def views(self, phi: torch.Tensor) -> dict[str, torch.Tensor]:
@@ -76,10 +76,14 @@ class RouterLayout:
         views = self.views(torch.arange(self.size))
         return torch.cat([views["linear2.weight"][first:].flatten(), views["linear2.bias"][first:]])
 
-    def forgetting(self, phi: torch.Tensor) -> tuple[RouterLayout, torch.Tensor]:
-        """The same router, to which every prompt is familiar again. phi [Q]."""
-        plain = replace(self, axes=0)
-        return plain, phi[: plain.size]
+    @property
+    def trained(self) -> RouterLayout:
+        """What training moves of it: this router, to which every prompt is familiar. Its φ is the beginning."""
+        return replace(self, axes=0)
+
+    def forgetting(self, phi: torch.Tensor) -> torch.Tensor:
+        """φ of :attr:`trained`; phi [..., Q]."""
+        return phi[..., : self.trained.size]
 
     def inputs(self, features: torch.Tensor) -> torch.Tensor:
         """Bring features to the scale that this router reads."""
@@ -135,15 +139,17 @@ class RouterLayout:
         return replace(self, axes=len(axes)), torch.cat([phi, *(part.to(phi) for part in more)])
 
     def strangeness(self, phi: torch.Tensor, features: torch.Tensor) -> torch.Tensor:
-        """How far prompts lie outside of what familiar ones span, squared: features [n, d] to [n]."""
+        """How far prompts lie outside of what familiar ones span: features [n, d] to [n]."""
         views = self.views(phi)
         return outside(features, views["familiar.mean"], views["familiar.scale"], views["familiar.axes"])
 
 
 def outside(features: torch.Tensor, mean: torch.Tensor, scale: torch.Tensor, axes: torch.Tensor) -> torch.Tensor:
-    """How far features [n, d], standardised by mean and scale [d], lie outside of axes [k, d], squared: [n]."""
+    """How far features [n, d], standardised by mean and scale [d], lie outside of axes [k, d]: their squared length
+    outside over their whole length, [n]. What lies far out along the axes alone is more of the known."""
     z = (features - mean) * scale  # [n, d]
-    return z.square().sum(-1) - (z @ axes.T).square().sum(-1)
+    whole = z.square().sum(-1)
+    return (whole - (z @ axes.T).square().sum(-1)) / whole.clamp(min=torch.finfo(z.dtype).tiny).sqrt()
 
 
 def active_experts(routing: str) -> int | None:

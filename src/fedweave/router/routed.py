@@ -1,8 +1,9 @@
 """Experts and their routers: the one form of a model, from the trainer to checkpoints, bundles and servers."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
+from typing_extensions import Self
 
 from fedweave.errors import UserError
 from fedweave.experts.layout import AdapterLayout
@@ -54,11 +55,17 @@ class RoutedExperts:
         """Let experts answer up to so many times the limit that training found."""
         if self.router is None or self.phi is None or not self.router.axes:
             raise UserError(
-                "this model takes every prompt for familiar; only router.familiar below 1 learns a limit."
+                "this model takes every prompt for familiar; a run learns a limit unless router.familiar=1."
             )
         if not doubt > 0:
             raise UserError(f"a limit of doubt is a number above 0, not {doubt:g}.")
         self.router.views(self.phi)["familiar.limit"].mul_(min(doubt, 1e9))
+
+    def forgetting(self) -> Self:
+        """The same model, to which every prompt is familiar."""
+        if self.router is None or self.phi is None:
+            return self
+        return replace(self, router=self.router.trained, phi=self.router.forgetting(self.phi))
 
     # ---------------------------------------------------------------------------------- adapters by name
 

@@ -53,7 +53,7 @@ def test_a_filter_sees_signatures_adapters_warm_start_rounds_and_evaluation_sums
     (_, full), *_ = plain_engine.ask(plain_method.evaluate, plain_engine.members, broadcast(plain, 0))
     assert not seen
     method, engine, state = run(True)
-    assert seen.keys() == {"discover", "start", "warm", "train", "evaluate"}
+    assert seen.keys() == {"discover", "start", "warm", "moments", "distances", "train", "evaluate"}
     assert "signatures" in seen["discover"] and "router" in seen["warm"] & seen["train"]
     assert any(name.startswith("expert.") for name in seen["train"] & seen["start"])
     assert {"total", "entropy", "count"} == seen["evaluate"]

@@ -20,6 +20,8 @@ MAY_LEAVE = {
     "discover": {"signatures", "sizes", "note", "tried", "silhouettes"},
     "start": {"expert.*", "experts", "buckets"},
     "warm": {"router", "samples"},
+    "moments": {"sums", "products", "samples"},
+    "distances": {"counts"},
     "train": {"expert.*", "router", "counts", "samples", "losses", "tokens"},
     "evaluate": {"total", "entropy", "count"},
 }
