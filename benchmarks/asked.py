@@ -1,8 +1,8 @@
 """Who answers what was never trained on: ``python -m benchmarks.asked RUN`` for a run of the built-in sample.
 
-Figures of a finished `fedweave run quickstart`: how many off-topic prompts no expert answers, and how many new
-prompts of the four patterns, by how far ``--doubt`` moves the limit; the same of prompts with names and things that the
-sample does not have; and how many two-turn chats that change their task go to the last turn's expert.
+Figures of a finished `fedweave run quickstart`: how many off-topic prompts no expert answers, how many new ones of
+the four patterns, and how many with names and things that the sample lacks, by how far ``--doubt`` moves the
+limit; and how many two-turn chats that change their task go to the last turn's expert.
 """
 
 import argparse

@@ -18,7 +18,13 @@ SHARED = ["experts.shared_rank=8", "router.training=chosen", "experts.labels=rou
 def careful(request, tmp_path_factory, model_folder):
     """(what answers strange prompts, a bundle that finds this test's prompts strange, its run)"""
     folder = tmp_path_factory.mktemp(request.param) / "run"
-    more = [f"backbone.model={model_folder('llama')}", *SMALL, "router.familiar=0.9", "training.lr=1e-2"]
+    more = [
+        f"backbone.model={model_folder('llama')}",
+        *SMALL,
+        "router.familiar=0.9",
+        "router.doubt=1",
+        "training.lr=1e-2",
+    ]
     assert main(["run", "quickstart", *more, *(SHARED if request.param == "shared" else []),
                  f"output={folder}", "--quiet"]) == 0  # fmt: skip
     export_run(folder, folder.parent / "bundle")
@@ -53,7 +59,7 @@ def test_what_is_strange_falls_back_and_says_so(careful):
             assert again.choices[0].message.content == odd.text and again.fedweave["adapter"] == fallback
 
 
-def test_the_limit_may_be_chosen_at_export_and_in_use(careful, tmp_path, trained):
+def test_the_limit_may_be_chosen_at_export_and_in_use(careful, tmp_path, tiny_run):
     _, bundle, run = careful
     export_run(run, tmp_path / "bold", doubt=1e6)
     for model in (load(bundle, doubt=1e6), load(tmp_path / "bold")):
@@ -62,4 +68,4 @@ def test_the_limit_may_be_chosen_at_export_and_in_use(careful, tmp_path, trained
     with pytest.raises(UserError, match="above 0"):
         load(bundle, doubt=-1.0)
     with pytest.raises(UserError, match=r"learns a limit unless router\.familiar=1"):
-        load(trained, doubt=2.0)
+        load(tiny_run("router.familiar=1"), doubt=2.0)

@@ -30,8 +30,8 @@ from fedweave.router.mlp import RouterLayout, outside
 _AUTO = 0.98  # router.familiar where nobody says otherwise: by measurement (docs/serving.md)
 _AXES = 128  # most directions; a quarter of the width where that is less
 _ROWS = 5  # prompts of each half that a direction needs, and that a client must have to tell of them
-_BINS = 400  # of distances, in twentieths of the mean one
-_WIDTH = 0.05
+_BINS = 1000  # of distances, in hundredths of the mean one: a coarser limit is a higher one
+_WIDTH = 0.01
 _LONGEST = 4.0  # times the median: mean square features of a site that are believed
 _WAITING = 32  # sites whose moments are held at a time, until it is known how long features are
 
