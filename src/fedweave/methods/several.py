@@ -105,22 +105,27 @@ class IFCA(SingleAdapter):
     def local_updates(
         self, compute: Compute, state: Broadcast, clients: Sequence[Client], t: int
     ) -> Iterator[Update]:
-        for client in clients:
-            client.assignment = [self.choice(compute, state, client, t)]
+        for client, choice in zip(clients, self.choices(compute, state, clients, t), strict=True):
+            client.assignment = [choice]
         return super().local_updates(compute, state, clients, t)
 
-    def choice(self, compute: Compute, state: RoutedExperts, client: Client, t: int) -> int:
-        """The adapter with the lowest mean loss on a sample of the client's examples."""
+    def choices(self, compute: Compute, state: RoutedExperts, clients: Sequence[Client], t: int) -> list[int]:
+        """Each client's adapter: the one with the lowest mean loss on a sample of its examples."""
         experts = state.layout.experts
-        rng = np.random.default_rng(stream_key("ifca", self.config.seed, t, client.index))
+        rngs = [np.random.default_rng(stream_key("ifca", self.config.seed, t, c.index)) for c in clients]
         if not state.theta[state.layout.is_b.to(state.theta.device)].any():
-            return int(rng.integers(experts))
-        sample = [client.data.examples[i] for i in rng.permutation(len(client.data))[:_LOOKED_AT]]
+            return [int(rng.integers(experts)) for rng in rngs]
+        samples = [
+            [client.data.examples[i] for i in rng.permutation(len(client.data))[:_LOOKED_AT]]
+            for client, rng in zip(clients, rngs, strict=True)
+        ]
+        every = [example for sample in samples for example in sample]  # one pass for all clients
         losses = [
-            compute.losses(state.layout, state.theta, sample, gates.expand(len(sample), -1)).mean()
+            compute.losses(state.layout, state.theta, every, gates.expand(len(every), -1))
             for gates in torch.eye(experts)
         ]
-        return int(torch.stack(losses).argmin())
+        by_client = torch.stack(losses).split([len(sample) for sample in samples], 1)  # each [M, sample]
+        return [int(part.mean(1).argmin()) for part in by_client]
 
     def lane(self, client: Client, state: RoutedExperts, t: int) -> Lane:
         gates = F.one_hot(self.labels(client, state), state.layout.experts).float()
