@@ -30,7 +30,7 @@ from fedweave.streams import stream_key
 from fedweave.training.batch import Lane
 from fedweave.training.schedule import local_schedule
 
-_LOOKED_AT = 64  # examples that a client judges the adapters by
+_LOOKED_AT = 32  # examples that a client judges the adapters by
 
 
 class FedLEASE(Aligned):
@@ -120,10 +120,8 @@ class IFCA(SingleAdapter):
             for client, rng in zip(clients, rngs, strict=True)
         ]
         every = [example for sample in samples for example in sample]  # one pass for all clients
-        losses = [
-            compute.losses(state.layout, state.theta, every, gates.expand(len(every), -1))
-            for gates in torch.eye(experts)
-        ]
+        one, gates = state.layout.with_experts(1), torch.ones(len(every), 1)
+        losses = [compute.losses(one, theta, every, gates) for theta in state.layout.unstack(state.theta)]
         by_client = torch.stack(losses).split([len(sample) for sample in samples], 1)  # each [M, sample]
         return [int(part.mean(1).argmin()) for part in by_client]
 
