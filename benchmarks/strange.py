@@ -1,6 +1,6 @@
 """How well off-topic prompts are told from new ones of known tasks, without training anything.
 
-    python -m benchmarks.strange MODEL FOLDER [--varied] [--tasks 12] [--rows 250] [--known 60,180,230]
+    python -m benchmarks.strange MODEL FOLDER [--varied] [--pool all] [--tasks 12] [--rows 250] [--known 60,180,230]
 
 FOLDER is a folder of tasks (``tasks.jsonl`` and rows, as for ``data.source=tasks``) or has the paper's four tasks.
 Prompts are rendered as a run renders them. Of each task's rows so many are known and the rest new, five times over
@@ -63,6 +63,7 @@ def main() -> None:
     parser.add_argument("model")
     parser.add_argument("folder", type=Path)
     parser.add_argument("--varied", action="store_true", help="every prompt in one of its task's wordings")
+    parser.add_argument("--pool", default="content", choices=["content", "all"], help="as backbone.pool")
     parser.add_argument("--tasks", type=int, default=12, help="so many tasks, or all there are")
     parser.add_argument("--rows", type=int, default=250, help="rows of each")
     parser.add_argument("--known", default="60,180,230", help="how many of these are known")
@@ -72,7 +73,7 @@ def main() -> None:
     rng = np.random.default_rng(arguments.seed)
     known_tasks, unseen = pools_of(arguments.folder, arguments.varied, arguments.seed)
     names = rng.choice(sorted(known_tasks), min(arguments.tasks, len(known_tasks)), replace=False)
-    backbone = load_backbone(BackboneConfig(model=arguments.model, pool="content", max_length=512))
+    backbone = load_backbone(BackboneConfig(model=arguments.model, pool=arguments.pool, max_length=512))
 
     def features(prompts: list[str]) -> torch.Tensor:
         return cached_features(backbone, backbone.prompts.encode_prompts(prompts), Console()).double()
