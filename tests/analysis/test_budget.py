@@ -14,7 +14,9 @@ from fedweave.analysis.shapes import model_shape
 from fedweave.analysis.spent import run_costs
 from fedweave.config import load_config
 from fedweave.errors import UserError
+from fedweave.federation.message import Message
 from fedweave.methods import METHODS, build_method
+from fedweave.methods.familiar import AskMoments
 from fedweave.runs.reading import read_run
 from fedweave.runs.summary import trained_parameters
 from fedweave.training.memory import Step
@@ -82,6 +84,17 @@ def test_every_method_trains_what_its_budget_says(config, backbone, model_folder
             routers = state.forgetting().phi.numel() if lane.phi is not None else 0
         assert payload.trainable == int(trained.sum()) + routers, name
         assert payload.trainable == trained_parameters(chosen, state), name
+
+
+def test_sums_of_features_are_counted_as_they_are_sent(config, backbone, model_folder):
+    engine = make_engine(config, backbone)
+    build_method(config).prepare(engine)
+    client = max(engine.members, key=len)
+    (answer,) = AskMoments(config).answer(engine.compute, [client], Message())
+    engine.detach()
+    sent = sum(part.nbytes for part in answer.parts.values())
+    assert sent == predict(model_shape(str(model_folder("llama"))), config).discovery.familiar_bytes > 0
+    assert predict(model_shape("meta-llama/Llama-3.2-3B"), PAPER).discovery.familiar_bytes == 0
 
 
 def test_a_new_method_brings_its_own_costs(llama, monkeypatch):

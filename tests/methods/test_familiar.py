@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from fedweave.config import load_config
+from fedweave.federation.message import Message
 from fedweave.methods import build_method
 from fedweave.methods.familiar import (
     Moments,
@@ -47,6 +48,15 @@ def test_what_is_familiar_comes_from_sums_over_clients(config, backbone):
     outside = (z.square().sum(1) - (z @ axes.T).square().sum(1)) / z.norm(dim=1)
     found = state.router.strangeness(state.phi[0], x.float()).double()
     torch.testing.assert_close(found, outside, atol=1e-3, rtol=1e-3)
+
+
+def test_who_has_no_expert_yet_tells_nothing(config, backbone):
+    engine, method, _ = prepared(weave(config, router__familiar=0.9), backbone)
+    engine.detach()
+    client = max(engine.members, key=len)
+    client.assignment = [-1] * len(client.assignment)  # all of it is kept apart
+    (answer,) = method.familiar.moments.answer(engine.compute, [client], Message())
+    assert answer.figures == {"samples": 0} and not any(part.any() for part in answer.parts.values())
 
 
 def test_by_default_it_is_on_where_it_works_and_nothing_forbids_it():

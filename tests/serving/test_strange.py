@@ -33,6 +33,8 @@ def careful(request, tmp_path_factory, model_folder):
 
 def test_what_is_strange_falls_back_and_says_so(careful):
     fallback, bundle, _ = careful
+    card = (bundle / "README.md").read_text()
+    assert "one like none before is answered by" in card and "sums of prompt features" in card
     twin = load(bundle, device="cpu")
     (odd,) = twin.generate([ODD], max_new_tokens=8)
     assert odd.doubt > 1 and (odd.expert, odd.adapter) == (-1, fallback) and not any(odd.weights)

@@ -12,6 +12,7 @@ from fedweave.discovery.signatures import Signatures
 from fedweave.errors import UserError, nearest
 from fedweave.federation.method import Payload, Sizes
 from fedweave.methods import METHODS, method_class
+from fedweave.methods.familiar import familiar_share
 from fedweave.router.mlp import RouterLayout
 
 # Bytes of one number in an update; int8 has one float32 scale for every 256 numbers.
@@ -32,6 +33,7 @@ class Discovery:
     training_steps: int  # of a client, in all rounds
     warmup_ratio: float  # C_i / 20 in the paper's setting
     warm_start_bytes: int  # router states that a client sends during the router's warm start
+    familiar_bytes: int  # sums of features and of their products, from which the server knows strange prompts
 
 
 @dataclass(frozen=True)
@@ -102,6 +104,7 @@ def predict(
             training_steps=steps,
             warmup_ratio=warmup / steps if steps else float("inf"),
             warm_start_bytes=warm_start.rounds * router.size * _FULL if warm_start.enabled else 0,
+            familiar_bytes=2 * _FULL * shape.width * (shape.width + 3) if familiar_share(config) < 1 else 0,
         ),
         memory=predict_memory(shape, carried, own.down, config, tokens),
     )

@@ -52,6 +52,8 @@ def discovery_lines(once: Discovery) -> str:
     ]
     if once.warm_start_bytes:
         lines.append(f"  warm start   {size(once.warm_start_bytes)} of router states")
+    if once.familiar_bytes:
+        lines.append(f"  familiar     {size(once.familiar_bytes)} of sums of features and of their products")
     return "\n".join(lines)
 
 

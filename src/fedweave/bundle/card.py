@@ -42,8 +42,13 @@ _SPAN = [
 ]
 
 
+_FALLBACK = {True: "what the experts share alone", False: "the bare backbone"}
+
+
 def model_card(model: FedWeaveModel, origin: Origin, told: Experts | None = None, template: bool = True) -> str:
-    config, layout = origin.config, model.mixture.layout
+    config, layout, router = origin.config, model.mixture.layout, model.experts.router
+    limited = router is not None and router.axes > 0
+    strange = f"; one like none before is answered by {_FALLBACK[layout.shared > 0]}" if limited else ""
     shared = f", each with the shared adapter of rank {layout.shared} in it," if layout.shared else ""
     lines = [
         *_head(origin.base, "peft"),
@@ -51,13 +56,13 @@ def model_card(model: FedWeaveModel, origin: Origin, told: Experts | None = None
         "",
         f"{layout.experts} LoRA experts of rank {layout.rank}{shared} on {origin.base}, trained by "
         f"federated learning (method `{config.method}`, {origin.clients} clients, round {origin.round}), and a "
-        "router that picks an expert for every prompt.",
+        f"router that picks an expert for every prompt{strange}.",
         "",
         *(_SPAN if config.experts.span == "answer" else []),
         *(_experts(told) if told else []),
         *_data(origin),
         *_results(origin, model.backbone.note),
-        *_privacy(config, origin.summary),
+        *_privacy(config, origin.summary, limited),
         *how_a_prompt_looks(model.backbone.prompts, template),
         *_loading(origin.base, model, template),
     ]
@@ -231,11 +236,13 @@ def _sites(measured: ValidationEvent) -> list[str]:
             f"| all sites | {measured['loss']:.3f} |", ""]  # fmt: skip
 
 
-def _privacy(config: Config, summary: Summary | None) -> list[str]:
+def _privacy(config: Config, summary: Summary | None, limited: bool) -> list[str]:
+    """``limited``: the router learned from the clients' features which prompts are strange."""
     private, masked = config.privacy, config.federation.secure_aggregation
-    shared = "expert and router updates and bucket signatures were shared"
+    sent = "expert and router updates" + (", sums of prompt features and of their products" if limited else "")
+    shared = f"{sent} and bucket signatures were shared"
     if masked:
-        shared = "bucket signatures were shared, and of expert and router updates sums alone (secure aggregation)"
+        shared = f"bucket signatures were shared, and of {sent} totals alone (secure aggregation)"
     said = "No differential privacy was applied."
     if private.level != "none":
         found = summary.get("privacy") if summary else None

@@ -146,7 +146,7 @@ class Client:
     @property
     def rows(self) -> np.ndarray:
         """The rows that have an expert, ascending."""
-        return np.sort(np.concatenate(self.served))
+        return np.sort(np.concatenate([self.waiting[:0], *self.served]))
 
     @property
     def takes_part(self) -> bool:
