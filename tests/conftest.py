@@ -255,7 +255,7 @@ def exported(trained, tmp_path_factory) -> Path:
 def config(model_folder) -> Config:
     """A small federation for tests that call methods and engines directly."""
     return from_tree({
-        "backbone": {"model": str(model_folder("llama")), "max_length": 128},
+        "backbone": {"model": str(model_folder("llama")), "max_length": 128, "prompt": "plain"},
         "data": {"clients": 3, "alpha": 1.0, "train": 10, "validation": 2, "test": 2},
         "experts": {"rank": 4, "dropout": 0.0},
         "discovery": {"warmup_steps": 2, "max_buckets": 3, "restarts": 2},

@@ -199,7 +199,7 @@ def test_a_whole_run_on_sums_is_told_as_one(tiny_run, tmp_path):
     folder = tiny_run("federation.secure_aggregation=true")
     assert all(event["client_losses"].keys() == {"all clients"} for event in events(folder, "round"))
     assert main(["export", str(folder), str(tmp_path / "bundle")]) == 0
-    assert "sums alone (secure aggregation)" in (tmp_path / "bundle" / "README.md").read_text()
+    assert "totals alone (secure aggregation)" in (tmp_path / "bundle" / "README.md").read_text()
     assert main(["report", str(folder), "--output", str(tmp_path / "page.html")]) == 0
 
 
