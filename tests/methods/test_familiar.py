@@ -1,9 +1,12 @@
 """Which prompts are familiar: learned from sums over clients, and as strict as was asked for."""
 
+import io
+
 import pytest
 import torch
 
 from fedweave.config import load_config
+from fedweave.console import Console
 from fedweave.federation.message import Message
 from fedweave.methods import build_method
 from fedweave.methods.familiar import (
@@ -19,6 +22,7 @@ from fedweave.methods.familiar import (
     together,
 )  # fmt: skip
 from fedweave.router.mlp import outside
+from tests.federations import changed, make_engine
 from tests.methods.test_weave import prepared, weave
 
 
@@ -62,8 +66,16 @@ def test_who_has_no_expert_yet_tells_nothing(config, backbone):
 def test_by_default_it_is_on_where_it_works_and_nothing_forbids_it():
     assert [familiar_share(load_config(name)) for name in ("quickstart", "own", "weave")] == [0.98] * 3
     assert [familiar_share(load_config(name)) for name in ("paper", "benchmark")] == [1.0] * 2
-    private = ["privacy.level=client", "privacy.epsilon=8", "discovery.max_buckets=1", "discovery.sketch=4"]
-    assert familiar_share(load_config("own", private)) == 1.0
+
+
+def test_with_privacy_every_prompt_gets_an_expert_and_that_is_said(config, backbone):
+    private = changed(config, privacy={"level": "client"}, discovery={"max_buckets": 1, "sketch": 4})
+    engine, method = make_engine(private, backbone), build_method(private)
+    engine.console = Console(stream=io.StringIO())
+    state = method.prepare(engine)
+    engine.detach()
+    assert not state.router.axes and {"moments", "distances"}.isdisjoint(step.name for step in method.steps())
+    assert "every prompt gets an expert" in engine.console.stream.getvalue()
 
 
 def test_the_limit_is_so_many_times_as_far_out(config, backbone):
