@@ -45,16 +45,8 @@ def measure_paths(subject: Subject, sample: Sample, rate: float, console: Consol
             return found.losses, found.phi.double().numpy()
 
         budget = subject.step_budget(client)
-        paths = follow(gradient, start, shares, interleave(budget), rate, bar.advance)
-        mismatch = weight_mismatch(shares, budget, paths.first_gradients)
-        clients[client.name] = {
-            **paths.figures(),
-            "weight_mismatch": mismatch.distance,
-            "weight_mismatch_bias": mismatch.bias,
-            "weight_mismatch_bound": mismatch.bound,
-            "weight_mismatch_bound_holds": mismatch.bound_holds,
-            "largest_gradient": mismatch.largest_gradient,
-        }
+        paths, first = follow(gradient, start, shares, interleave(budget), rate, bar.advance)
+        clients[client.name] = {**paths, **weight_mismatch(shares, budget, first)}
     bar.close()
     return {"steps": steps, "rate": rate, "clients": clients}
 
@@ -88,25 +80,7 @@ def measure_risk(subject: Subject, sample: Sample, console: Console) -> RiskRepo
             [example_losses(model.backbone, examples, model.mixture, model.theta, g, bar) for g in gates], 1
         )
         each = losses.double().numpy()  # [n, M + 1], the soft mixture last
-        risk = sparse_risk(w, oracle[client.index][rows], each[:, :-1], each[:, -1])
-        clients[client.name]["sparse"] = {
-            "deficit": risk.deficit,
-            "margin_risk": risk.margin_risk,
-            "mismatch": risk.mismatch,
-            "soft": risk.soft,
-            "sparse": risk.sparse,
-            "oracle": risk.oracle,
-            "worst": risk.worst,
-            "gap": risk.gap,
-            "mix": risk.mix,
-            "examples": len(rows),
-            "excess": risk.excess,
-            "approximation_most": risk.approximation_most,
-            "margin_bound": risk.margin_bound,
-            "bound": risk.bound if risk.calibrated else None,
-            "calibrated": risk.calibrated,
-            "chain_holds": risk.chain_holds,
-        }
+        clients[client.name]["sparse"] = sparse_risk(w, oracle[client.index][rows], each[:, :-1], each[:, -1])
     bar.close()
     every, right = (np.concatenate(list(part.values())) for part in (weights, oracle))
     return {
