@@ -3,20 +3,20 @@
 import math
 import time
 import uuid
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 from flwr.serverapp import Grid
 
 from fedweave.aggregation.robust import chosen_share
 from fedweave.backbone.features import compute_features
-from fedweave.backbone.load import Backbone, load_backbone
+from fedweave.backbone.load import load_backbone
 from fedweave.config import Config
 from fedweave.console import Console
-from fedweave.data.examples import Task
+from fedweave.data.examples import FederatedData
 from fedweave.data.own import read_test
 from fedweave.errors import UserError
-from fedweave.events import ValidationFigures
+from fedweave.events import ValidationEvent
 from fedweave.federation.engines.flower.engine import FlowerEngine, public
 from fedweave.federation.engines.in_process import InProcessEngine
 from fedweave.federation.evaluate import Loss, overall
@@ -26,8 +26,8 @@ from fedweave.json_files import read_json
 from fedweave.methods import build_method
 from fedweave.runs.folder import Progress, RunFolder
 from fedweave.runs.run import carry_out
-from fedweave.runs.summary import Tester, summarise
-from fedweave.runs.workspace import TestSet
+from fedweave.runs.summary import summarise
+from fedweave.runs.workspace import TestSet, Workspace
 from fedweave.schema import AnatomyRecord, LabelRecord, Manifest, Summary
 
 MODEL = "model.json"
@@ -45,7 +45,7 @@ def federate_over(
     console: Console,
     federation: str,
     sites: int,
-    tester: Tester | None,
+    tester: Workspace | None,
     settings: Config | None = None,
 ) -> Summary:
     """A run over the nodes of ``grid``: a new one once ``sites`` of them are there, or the rest of an old one."""
@@ -83,13 +83,13 @@ class Described:
 class SitesRun:
     """The context of a run whose clients are elsewhere."""
 
-    def __init__(self, config: Config, engine: FlowerEngine, tester: Tester | None):
+    def __init__(self, config: Config, engine: FlowerEngine, tester: Workspace | None):
         self.config, self.engine, self.tester = config, engine, tester
         self.backbone = Described(
             config.backbone.model, engine.model.fingerprint if engine.model else "", engine.device
         )
 
-    def validate(self, state: ServerState, completed: int) -> ValidationFigures:
+    def validate(self, state: ServerState, completed: int) -> ValidationEvent:
         """Every site's loss on its own examples, and their mean over all examples."""
         asked = self.engine.ask(
             build_method(self.config).evaluate, self.engine.members, broadcast(state, completed)
@@ -99,6 +99,8 @@ class SitesRun:
         if not losses:
             self.engine.console.warn("no site measured a validation loss; the last round counts as the best.")
         return {
+            "event": "validation",
+            "round": completed,
             "loss": total.mean if losses else -float(completed),
             "sites": {name: loss.mean for name, loss in sorted(losses.items())},
             "router_entropy": total.mean_entropy if math.isfinite(total.mean_entropy) else None,
@@ -119,27 +121,15 @@ class SitesRun:
             self.tester.engine.detach()
 
 
-@dataclass
-class ServerTest:
-    """A test set on the server, with a backbone of its own."""
-
-    config: Config
-    backbone: Backbone
-    engine: InProcessEngine
-    test: TestSet
-    tasks: dict[str, Task]
-    notes: list[str]
-    unseen: TestSet | None = None
-    unseen_tasks: dict[str, Task] = field(default_factory=dict)
-
-
-def load_test(config: Config, console: Console) -> ServerTest | None:
-    """The file that ``federation.test`` names; None without one, and then the server loads no model."""
+def load_test(config: Config, console: Console) -> Workspace | None:
+    """The file that ``federation.test`` names, with a backbone of the server's own and no clients; None without
+    one, and then the server loads no model."""
     if config.federation.test is None:
         return None
     rows, tasks, notes = read_test(config, config.federation.test, "federation.test=")
     backbone = load_backbone(config.backbone)
     rows, encoded = backbone.prompts.encode_fitting(rows, config.data.long_answers, console.warn)
     features = compute_features(backbone, [e.prompt for e in encoded], console)
-    engine = InProcessEngine(backbone, [], config, console)
-    return ServerTest(config, backbone, engine, TestSet(rows, encoded, features), tasks, notes)
+    data = FederatedData(clients={}, validation=[], test=rows, tasks=tasks, notes=notes)
+    engine, nothing = InProcessEngine(backbone, [], config, console), TestSet([], [], features[:0])
+    return Workspace(config, data, backbone, engine, nothing, TestSet(rows, encoded, features), None, rows=[])

@@ -12,7 +12,7 @@ from fedweave.console import Console
 from fedweave.description.record import read_experts
 from fedweave.errors import UserError
 from fedweave.evaluation.losses import example_losses
-from fedweave.events import ValidationFigures
+from fedweave.events import ValidationEvent
 from fedweave.federation.engines.distributed import world
 from fedweave.federation.private import privacy_figures
 from fedweave.federation.rounds import RoundReport, federate
@@ -115,8 +115,8 @@ class RunContext(Protocol):
     @property
     def engine(self) -> Any: ...
 
-    def validate(self, state: ServerState, completed: int) -> ValidationFigures:
-        """Validation ``loss`` and what else the log keeps."""
+    def validate(self, state: ServerState, completed: int) -> ValidationEvent:
+        """Validation ``loss`` and what else the log keeps, after so many rounds."""
 
     def labels(self) -> LabelRecord:
         """What discovery.json adds where somebody has true labels."""
@@ -138,7 +138,7 @@ class LocalRun:
         self.backbone = workspace.backbone
         self._untouched = self.backbone.weights_hash
 
-    def validate(self, state: ServerState, completed: int) -> ValidationFigures:
+    def validate(self, state: ServerState, completed: int) -> ValidationEvent:
         """The plain mean over examples: choosing a round uses no label. Labels only sort the log."""
         held = self.workspace.validation
         losses = torch.zeros(len(held.encoded))
@@ -147,7 +147,7 @@ class LocalRun:
             weights = model.weights(held.features)
             gates = model.experts.gates(weights, build_method(self.config).selection)
             losses += example_losses(self.backbone, held.encoded, model.mixture, model.theta, gates) / len(models)
-        record = validation_record(losses, weights, held)
+        record = validation_record(losses, weights, held, completed)
         if self.config.evaluation.score_rounds:
             record["scores"] = answer_scores(self.config, self.workspace.tasks, models, held, self.engine.console)
         return record
@@ -219,14 +219,13 @@ def carry_out(run: RunFolder, context: RunContext, console: Console, started: fl
         """Validate, remember the best or go back to it, save."""
         completed, change = report.t + 1, report.change
         if change:
-            changed = change_record(change, state, context.engine.members)
-            run.log({"event": "change", "round": completed, **changed})
-        figures = round_record(report)
+            run.log(change_record(change, state, context.engine.members))
+        event = round_record(report)
         note = "" if report.train_loss is None else f"train loss {report.train_loss:.3f}, "
         if context.config.privacy.level != "none":
-            figures["epsilon"] = _private(context)["spent"]
-            note += f"ε {figures['epsilon']:.2f} spent, "
-        run.log({"event": "round", "round": completed, **figures})
+            event["epsilon"] = _private(context)["spent"]
+            note += f"ε {event['epsilon']:.2f} spent, "
+        run.log(event)
         rounds, every = context.config.training.rounds, context.config.evaluation.every
         progress.state, progress.completed, verdict = state, completed, ON
         if change:
@@ -237,9 +236,9 @@ def carry_out(run: RunFolder, context: RunContext, console: Console, started: fl
             verdict = judge(progress, loss, context.config.training.patience)
         follow(progress, agreed(verdict), context.engine)
         if verdict in (BACK, END):
-            event = setback(progress, verdict)
-            run.log(event)
-            console.warn(setback_text(event, progress.best_loss))
+            back = setback(progress, verdict)
+            run.log(back)
+            console.warn(setback_text(back, progress.best_loss))
         progress.seconds = earlier + time.monotonic() - started
         run.save(context, progress)
         live.round_done()
@@ -275,7 +274,7 @@ def _private(context: RunContext) -> PrivacyFigures:
 def _validate(context: RunContext, state: ServerState, run: RunFolder, completed: int) -> float:
     """The validation loss, which is logged."""
     measured = context.validate(state, completed)
-    run.log({"event": "validation", "round": completed, **measured})
+    run.log(measured)
     return measured["loss"]
 
 

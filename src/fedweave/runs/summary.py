@@ -8,19 +8,16 @@ import subprocess
 import sys
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 import torch
 
 import fedweave
-from fedweave.backbone.load import Backbone
 from fedweave.config import Config
 from fedweave.console import Console
-from fedweave.data.examples import Task
 from fedweave.evaluation.audit import per_task
 from fedweave.evaluation.losses import example_losses
 from fedweave.federation.client import Client
-from fedweave.federation.engines.in_process import InProcessEngine
 from fedweave.federation.method import Sizes
 from fedweave.federation.state import ServerState
 from fedweave.files import write_atomic
@@ -43,27 +40,8 @@ if TYPE_CHECKING:
 SCHEMA = 1
 
 
-class Tester(Protocol):
-    """A model's backbone and examples to test it on; a workspace is one."""
-
-    config: Config
-    backbone: Backbone
-    engine: InProcessEngine
-    test: TestSet
-    unseen: TestSet | None
-
-    @property
-    def tasks(self) -> dict[str, Task]: ...
-
-    @property
-    def unseen_tasks(self) -> dict[str, Task]: ...
-
-    @property
-    def notes(self) -> list[str]: ...
-
-
 def summarise(
-    run: RunFolder, context: RunContext, tester: Tester | None, progress: Progress, console: Console
+    run: RunFolder, context: RunContext, tester: Workspace | None, progress: Progress, console: Console
 ) -> Summary:
     """Everything that summary.json holds, but for the timing; without a tester there is no test in it."""
     config, clients, backbone = context.config, context.engine.members, context.backbone
@@ -133,7 +111,7 @@ def _communication(run: RunFolder, state: ServerState) -> Communication:
     return figures
 
 
-def _test(run: RunFolder, tester: Tester, progress: Progress, console: Console) -> Test:
+def _test(run: RunFolder, tester: Workspace, progress: Progress, console: Console) -> Test:
     """The bare backbone, the best round, also on unseen tasks, and the last; the best round's answers go to
     predictions.jsonl."""
     test: Test = {}
@@ -146,7 +124,7 @@ def _test(run: RunFolder, tester: Tester, progress: Progress, console: Console) 
     test["best"] = _evaluate(tester, progress.best, console, predictions)
     test["best"]["round"] = progress.best_round
     models = served_models(tester, progress.best)
-    if isinstance(tester, Workspace) and len(models) == 1:  # others have no common experts
+    if tester.engine.members and len(models) == 1:  # others have no common experts, or no rows here
         describe_at_the_end(run.path, tester, models[0], predictions, progress.best_round)
     if tester.unseen:
         test["unseen"] = evaluate_models(
@@ -165,20 +143,20 @@ def _test(run: RunFolder, tester: Tester, progress: Progress, console: Console) 
     return test
 
 
-def _untouched(tester: Tester, held: TestSet, console: Console) -> ByTask:
+def _untouched(tester: Workspace, held: TestSet, console: Console) -> ByTask:
     bar = console.progress("test, untouched backbone", len(held.encoded), "examples")
     losses = example_losses(tester.backbone, held.encoded, progress=bar)
     bar.close()
     return per_task(losses, held.labels)
 
 
-def served_models(tester: Tester, state: ServerState) -> list[FedWeaveModel]:
+def served_models(tester: Workspace, state: ServerState) -> list[FedWeaveModel]:
     mixture = tester.engine.compute.mixture(state.layout)
     return routed_models(tester.backbone, mixture, build_method(tester.config), state)
 
 
 def _evaluate(
-    tester: Tester, state: ServerState, console: Console, predictions: list[Prediction] | None = None
+    tester: Workspace, state: ServerState, console: Console, predictions: list[Prediction] | None = None
 ) -> Tested:
     models = served_models(tester, state)
     return evaluate_models(tester.config, tester.tasks, models, tester.test, console, predictions)
