@@ -7,7 +7,9 @@ from pathlib import Path
 from fedweave.cli.verbs import Verbs, checkpoint, overrides, quiet
 from fedweave.config import load_config
 from fedweave.console import Console, show
-from fedweave.errors import UserError
+from fedweave.errors import UserError, needed
+
+FLOWER = ("flwr", "a federation needs Flower: pip install 'fedweave[flower]'.")
 
 
 def register(verbs: Verbs) -> None:
@@ -29,15 +31,8 @@ def register(verbs: Verbs) -> None:
     quiet(site)
 
 
-def _needs_flower() -> None:
-    try:
-        import flwr  # noqa: F401
-    except ImportError:
-        raise UserError("a federation needs Flower: pip install 'fedweave[flower]'.") from None
-
-
 def _federate(arguments: argparse.Namespace, console: Console) -> None:
-    _needs_flower()
+    needed(*FLOWER)
     from fedweave.federation.engines.flower.tasks import Runtime
     from fedweave.runs import deploy
 
@@ -77,7 +72,7 @@ def _site(arguments: argparse.Namespace, console: Console) -> None:
         settings = [*arguments.overrides, "data.source=sites", "data.path=null"]
         show(check_site(site, load_config(arguments.recipe, settings), build_method, console))
         return
-    _needs_flower()
+    needed(*FLOWER)
     from fedweave.federation.engines.flower.worker import work
     from fedweave.methods import build_method
 

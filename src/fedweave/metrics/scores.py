@@ -17,7 +17,7 @@ from collections.abc import Callable, Sequence
 from functools import lru_cache
 from typing import TYPE_CHECKING, SupportsFloat
 
-from fedweave.errors import UserError, first_line
+from fedweave.errors import UserError, first_line, needed
 from fedweave.metrics.scripts import words
 
 if TYPE_CHECKING:
@@ -132,11 +132,7 @@ def rouge_unicode(prediction: str, reference: str) -> float:
 
 @lru_cache(maxsize=1)
 def _chrf_scorer() -> CHRF:
-    try:
-        from sacrebleu.metrics import CHRF
-    except ImportError:
-        raise UserError("the metric chrf needs sacrebleu: pip install 'fedweave[chrf]'.") from None
-    return CHRF()
+    return needed("sacrebleu.metrics", "the metric chrf needs sacrebleu: pip install 'fedweave[chrf]'.").CHRF()
 
 
 def chrf(prediction: str, reference: str) -> float:

@@ -106,7 +106,7 @@ class MLflow:
         self.client.set_terminated(self.run)
 
 
-class Trackio:
+class Trackio(WandB):
     """trackio's own local store; `trackio show --project fedweave`."""
 
     def __init__(self, config: Config, folder: Path, first_step: int):
@@ -117,12 +117,6 @@ class Trackio:
             project=PROJECT, name=name, config=to_tree(config), resume="allow", embed=False, auto_log_gpu=False,
             auto_log_cpu=False,
         )  # fmt: skip
-
-    def log(self, values: dict[str, float], step: int) -> None:
-        self.run.log(values, step=step)
-
-    def close(self) -> None:
-        self.run.finish()
 
 
 LOGGERS: dict[str, tuple[type, str]] = {  # name -> class and the module it needs

@@ -5,7 +5,7 @@ import os
 from typing import Any
 
 from fedweave.console import Console
-from fedweave.errors import UserError
+from fedweave.errors import UserError, needed
 from fedweave.federation.engines.flower.switches import OUTBOUND_OFF
 from fedweave.methods import build_method
 from fedweave.runs.folder import RunFolder
@@ -17,13 +17,12 @@ def simulate(run: RunFolder, prepared: Prepared, console: Console) -> Summary:
     """The run over as many simulated nodes as there are clients; tested here, where the test set is."""
     for name, value in OUTBOUND_OFF.items():
         os.environ.setdefault(name, value)
-    try:
-        import ray  # noqa: F401
-        from flwr.app import Context
-        from flwr.serverapp import Grid, ServerApp
-        from flwr.simulation import run_simulation
-    except ImportError:
-        raise UserError("engine=flower needs Flower and Ray: pip install 'fedweave[simulation]'.") from None
+    for package in ("flwr", "ray"):
+        needed(package, "engine=flower needs Flower and Ray: pip install 'fedweave[simulation]'.")
+    from flwr.app import Context
+    from flwr.serverapp import Grid, ServerApp
+    from flwr.simulation import run_simulation
+
     from fedweave.runs.client_app import app as client_app
     from fedweave.runs.federated import federate_over
 
