@@ -20,7 +20,7 @@ from typing import Any
 
 import numpy as np
 
-from fedweave.errors import UserError
+from fedweave.errors import UserError, needed
 
 FRACTION = 24  # bits behind the point
 LIMIT = 2.0 ** (57 - FRACTION)  # what a sum stays below, 8.6e9; one that was not opened rightly is far beyond
@@ -35,12 +35,7 @@ SEALED = 2 * SHARE + 16  # bytes: two shares and what authenticates them
 
 
 def require() -> None:
-    try:
-        import cryptography  # noqa: F401
-    except ImportError:
-        raise UserError(
-            "federation.secure_aggregation needs cryptography: pip install 'fedweave[privacy]'."
-        ) from None
+    needed("cryptography", "federation.secure_aggregation needs cryptography: pip install 'fedweave[privacy]'.")
 
 
 def threshold(clients: int) -> int:

@@ -19,7 +19,6 @@ from fedweave.federation.rounds import RoundReport, federate
 from fedweave.federation.state import ServerState
 from fedweave.files import write_atomic
 from fedweave.methods import build_method
-from fedweave.privacy.figures import PrivacyFigures
 from fedweave.runs.continuing import initial_state
 from fedweave.runs.course import BACK, END, ON, agreed, follow, judge, renew, rounds_left, setback, setback_text
 from fedweave.runs.folder import Progress, RunFolder, require_new
@@ -30,7 +29,7 @@ from fedweave.runs.summary import peak_memory, served_models, summarise
 from fedweave.runs.testing import answer_scores
 from fedweave.runs.text import privacy_text, summary_text
 from fedweave.runs.workspace import Kept, Prepared, Workspace, prepare
-from fedweave.schema import LabelRecord, PromptMap, Summary
+from fedweave.schema import LabelRecord, PrivacyFigures, PromptMap, Summary
 
 
 def start(config: Config, output: Path, console: Console, kept: Kept | None = None) -> Summary | None:
