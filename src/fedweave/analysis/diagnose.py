@@ -9,8 +9,13 @@ import time
 from pathlib import Path
 
 from fedweave.analysis.diagnosis import Diagnosis
-from fedweave.analysis.measure_experts import measure_budget, measure_conflict, measure_contamination
-from fedweave.analysis.measure_router import measure_paths, measure_risk
+from fedweave.analysis.measure import (
+    measure_budget,
+    measure_conflict,
+    measure_contamination,
+    measure_paths,
+    measure_risk,
+)
 from fedweave.analysis.subject import Sample, open_subject, quick_sample
 from fedweave.analysis.verdicts import verdicts
 from fedweave.console import Console

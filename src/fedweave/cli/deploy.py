@@ -34,7 +34,7 @@ def register(verbs: Verbs) -> None:
 def _federate(arguments: argparse.Namespace, console: Console) -> None:
     needed(*FLOWER)
     from fedweave.federation.engines.flower.tasks import Runtime
-    from fedweave.runs import deploy
+    from fedweave.runs import federated
 
     if arguments.recipe and "=" in arguments.recipe:  # --resume RUN key=value: there is no recipe
         arguments.overrides.insert(0, arguments.recipe)
@@ -46,14 +46,14 @@ def _federate(arguments: argparse.Namespace, console: Console) -> None:
         arguments.superlink, None if arguments.insecure else arguments.root_certificates, arguments.secret
     )
     if arguments.resume:
-        deploy.resume(arguments.resume, arguments.overrides, runtime, console, arguments.checkpoint)
+        federated.resume(arguments.resume, arguments.overrides, runtime, console, arguments.checkpoint)
         return
     if not arguments.recipe:
         raise UserError("name a recipe, or a run to continue with --resume.")
     settings = [*arguments.overrides, "data.source=sites", "data.path=null", "engine=flower"]
     config = load_config(arguments.recipe, settings)
     output = Path(config.output or Path("runs") / Path(arguments.recipe).stem)
-    deploy.start(config, output, runtime, console)
+    federated.start(config, output, runtime, console)
 
 
 def _site(arguments: argparse.Namespace, console: Console) -> None:

@@ -167,9 +167,8 @@ def choose_best(
     """Give every row its best value of ``key``, by mean validation loss over seeds; test data plays no part. With
     ``over`` it is one value for all values of that axis, data sets say, by the geometric mean: a set whose losses
     are large counts no more than others."""
-    losses: dict[Row, dict[str, dict[Row, float]]] = defaultdict(
-        lambda: defaultdict(dict)
-    )  # by value, seed and set
+    # by value, seed and set
+    losses: dict[Row, dict[str, dict[Row, float]]] = defaultdict(lambda: defaultdict(dict))
 
     def row_of(cell: Cell) -> Row:
         return tuple(str(v) for k, v in cell.values.items() if k not in ("seed", key, over))

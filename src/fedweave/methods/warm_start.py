@@ -97,9 +97,8 @@ def warm_up_router(
     if not settings.enabled or router.experts < 2:
         return phi
     contrast = contrast_of([member.assignment for member in engine.members], router.experts, settings.contrast)
-    pupils = [
-        m for m in engine.members if contrast == "all" or len(set(m.assignment)) > 1
-    ]  # can tell something apart
+    # who can tell something apart
+    pupils = [m for m in engine.members if contrast == "all" or len(set(m.assignment)) > 1]
     if step.config.federation.secure_aggregation and len(pupils) < 3:  # of so few no sum is opened
         contrast, pupils = "all", list(engine.members)
     progress = engine.console.progress("router warm start", settings.rounds * len(pupils), "client rounds")

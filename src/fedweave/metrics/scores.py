@@ -85,10 +85,8 @@ def label_metric(labels: Sequence[str]) -> Metric:
         return next((k for i in starts for k in known if tuple(said[i : i + len(k)]) == k), None)
 
     def score(prediction: str, reference: str) -> float:
-        wanted = tuple(words(reference))
-        return (
-            float(first(prediction) == wanted) if wanted else exact(prediction, reference)
-        )  # a mere 👍 has no words
+        wanted = tuple(words(reference))  # a mere 👍 has none
+        return float(first(prediction) == wanted) if wanted else exact(prediction, reference)
 
     return score
 

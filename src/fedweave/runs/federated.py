@@ -1,36 +1,100 @@
-"""A run whose clients are Flower nodes: the same phases, with validation at the sites."""
+"""A run whose clients are Flower nodes: the same phases, with validation at the sites.
+
+Over real sites this process is the ServerApp; the run folder is an ordinary one.
+"""
 
 import math
 import time
 import uuid
 from dataclasses import dataclass
+from pathlib import Path
 
+import httpx
 import torch
 from flwr.serverapp import Grid
+from flwr.supercore.run import RunNotRunningException
 
 from fedweave.aggregation.robust import chosen_share
 from fedweave.backbone.features import compute_features
 from fedweave.backbone.load import load_backbone
-from fedweave.config import Config
+from fedweave.config import Config, dump_config
 from fedweave.console import Console
 from fedweave.data.examples import FederatedData
 from fedweave.data.own import read_test
 from fedweave.errors import UserError
 from fedweave.events import ValidationEvent
 from fedweave.federation.engines.flower.engine import FlowerEngine, public
+from fedweave.federation.engines.flower.launch import submit
+from fedweave.federation.engines.flower.switches import hush
+from fedweave.federation.engines.flower.tasks import Runtime, server_task
 from fedweave.federation.engines.in_process import InProcessEngine
 from fedweave.federation.evaluate import Loss, overall
 from fedweave.federation.hello import Anatomy
 from fedweave.federation.state import ServerState, broadcast
+from fedweave.files import write_atomic
 from fedweave.json_files import read_json
 from fedweave.methods import build_method
-from fedweave.runs.folder import Progress, RunFolder
-from fedweave.runs.run import carry_out
+from fedweave.runs.folder import Progress, RunFolder, require_new
+from fedweave.runs.run import RunContext, carry_out
 from fedweave.runs.summary import summarise
 from fedweave.runs.workspace import TestSet, Workspace
-from fedweave.schema import AnatomyRecord, LabelRecord, Manifest, Summary
+from fedweave.schema import AnatomyRecord, Manifest, Summary
 
 MODEL = "model.json"
+OUTAGE = 30.0  # seconds for which a SuperLink may be away without ending the run
+
+
+def start(config: Config, output: Path, runtime: Runtime, console: Console) -> Summary:
+    """A new federation, once ``federation.sites`` sites are there."""
+    if config.federation.sites < 1:
+        raise UserError("say how many sites must be there before alignment, as in federation.sites=3.")
+    method = build_method(config)
+    if method.uses_labels or method.gathers:
+        what = "is told every example's kind" if method.uses_labels else "has everybody's data"
+        raise UserError(f"method={config.method} {what}: it runs in simulations only.")
+    require_new(output)
+    _check_files(runtime)
+    run = RunFolder.create(output, config, new_manifest(config))
+    with run.session(config):
+        return _execute(run, config, runtime, console)
+
+
+def resume(
+    path: Path, overrides: list[str], runtime: Runtime, console: Console, checkpoint: int | None = None
+) -> Summary:
+    """Continue a federation from the server's newest checkpoint, or from the one of a round that is named; its
+    sites know it by the manifest's name."""
+    run, config = RunFolder.open(path, overrides)
+    if config.data.source != "sites":
+        raise UserError(f"{path} is no run over sites; continue it with `fedweave resume {path}`.")
+    _check_files(runtime)
+    with run.session(config):
+        if (snapshot := run.newest(checkpoint)) is not None:
+            run.go_back(snapshot.meta["completed"])
+        if overrides:
+            write_atomic(path / "config.yaml", dump_config(config))
+        return _execute(run, config, runtime, console)
+
+
+def _execute(run: RunFolder, config: Config, runtime: Runtime, console: Console) -> Summary:
+    hush()
+    tester = load_test(config, console)
+    federation = run.manifest()["federation"]
+    console.say(f"run folder: {run.path}")
+    try:
+        with server_task(runtime, submit(runtime), OUTAGE) as grid:
+            return federate_over(grid, run, config, console, federation, config.federation.sites, tester)
+    except (httpx.HTTPError, RunNotRunningException) as error:
+        raise UserError(
+            f"the SuperLink at {runtime.address} is gone ({error or type(error).__name__}); start it again, then "
+            f"`fedweave federate --resume {run.path}` goes on from the last checkpoint."
+        ) from error
+
+
+def _check_files(runtime: Runtime) -> None:
+    for path in (runtime.root_certificates, runtime.secret):
+        if path is not None and not path.is_file():
+            raise UserError(f"there is no file {path}; examples/deployment/make-certificates.sh makes it.")
 
 
 def new_manifest(config: Config) -> Manifest:
@@ -80,8 +144,8 @@ class Described:
     note: str = ""
 
 
-class SitesRun:
-    """The context of a run whose clients are elsewhere."""
+class SitesRun(RunContext):
+    """The context of a run whose clients are elsewhere, with their labels and features."""
 
     def __init__(self, config: Config, engine: FlowerEngine, tester: Workspace | None):
         self.config, self.engine, self.tester = config, engine, tester
@@ -105,12 +169,6 @@ class SitesRun:
             "sites": {name: loss.mean for name, loss in sorted(losses.items())},
             "router_entropy": total.mean_entropy if math.isfinite(total.mean_entropy) else None,
         }
-
-    def labels(self) -> LabelRecord:
-        return {}  # sites keep their labels, and their features
-
-    def prompts(self) -> None:
-        return None
 
     def summarise(self, run: RunFolder, progress: Progress, console: Console) -> Summary:
         tester = self.tester if build_method(self.config).served(progress.state) else None

@@ -95,11 +95,8 @@ def label_record(workspace: Workspace) -> LabelRecord:
     found = [c.buckets for c in clients], [c.assignment for c in clients]
     if len(workspace.tasks) > 1:
         record["audit"] = alignment_audit(*found, labels)
-    if (
-        1
-        < len({kind for kinds in workspace.client_kinds for kind in kinds})
-        < len({x for own in labels for x in own})
-    ):
+    kinds, tasks = (len({x for own in named for x in own}) for named in (workspace.client_kinds, labels))
+    if 1 < kinds < tasks:
         record["kind_audit"] = alignment_audit(*found, workspace.client_kinds)
     return record
 

@@ -1,8 +1,9 @@
 """A whole run: prepare, discover, federate, test. Interrupted anywhere, it goes on where it stopped."""
 
 import time
+from abc import ABC, abstractmethod
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -105,31 +106,35 @@ def stand_by(path: Path, overrides: list[str], kept: Kept | None) -> None:
     workspace.engine.detach()
 
 
-class RunContext(Protocol):
+class RunContext(ABC):
     """What a run stands on: an engine, and what can be measured beside it."""
 
     config: Config
     backbone: Any  # a Backbone, or as much of one as the server knows: name, fingerprint, device
 
-    @property
-    def engine(self) -> Any: ...
+    engine: Any  # in this process, or Flower's
 
+    @abstractmethod
     def validate(self, state: ServerState, completed: int) -> ValidationEvent:
         """Validation ``loss`` and what else the log keeps, after so many rounds."""
 
     def labels(self) -> LabelRecord:
         """What discovery.json adds where somebody has true labels."""
+        return {}
 
     def prompts(self) -> PromptMap | None:
         """A map of prompts for the report, where their features are at hand."""
+        return None
 
+    @abstractmethod
     def summarise(self, run: RunFolder, progress: Progress, console: Console) -> Summary:
         """Everything that summary.json holds, but for the timing."""
 
+    @abstractmethod
     def close(self) -> None: ...
 
 
-class LocalRun:
+class LocalRun(RunContext):
     """The context of a run whose clients are all in this process."""
 
     def __init__(self, workspace: Workspace):

@@ -142,9 +142,7 @@ class Prepared:
     config: Config
     data: FederatedData
     backbone: Backbone
-    groups: list[
-        tuple[list[Example], list[Encoded]]
-    ]  # clients in order, validation, test; unseen, if there are any
+    groups: list[tuple[list[Example], list[Encoded]]]  # clients in order, validation, test, and unseen if any
 
     def build(self, console: Console) -> Workspace:
         """Compute (or recall) the features and set the clients up."""
