@@ -34,15 +34,20 @@ class ConflictFigures(TypedDict):
     bound_holds: bool
 
 
-class ContaminationFigures(TypedDict):
-    """One kept state; [M] each, None for an expert without routed weight."""
+class ContaminationParts(TypedDict):
+    """χ_m and its parts; [M] each, None for an expert without routed weight."""
 
     chi: list[Number]
-    local: list[Number]
-    misalignment: list[Number]
-    leakage: list[Number]
-    client: list[Number]
-    lemma_holds: bool
+    local: list[Number]  # impurity: not the bucket's dominant pattern
+    misalignment: list[Number]  # the bucket's dominant pattern is not its own expert's target
+    leakage: list[Number]  # routed to m from a bucket of another expert
+    lemma_holds: bool  # χ_m ≤ local + misalignment + leakage
+
+
+class ContaminationFigures(ContaminationParts):
+    """One kept state."""
+
+    client: list[Number]  # χ_m if whole clients were averaged
 
 
 class ContaminationReport(TypedDict):

@@ -1,8 +1,6 @@
 """What a diagnosis measures on a run: gradient conflict, contamination and effective budget of its experts; of the
 router its two ways of training, and what one active expert risks."""
 
-import math
-
 import numpy as np
 import torch
 
@@ -13,6 +11,7 @@ from fedweave.analysis.contamination import (
     effective_budget,
     match_patterns,
     mixture_contamination,
+    numbers,
     routed_weight,
 )
 from fedweave.analysis.diagnosis import (
@@ -23,7 +22,6 @@ from fedweave.analysis.diagnosis import (
     ConflictFigures,
     ContaminationFigures,
     ContaminationReport,
-    Number,
     PathsReport,
     RiskReport,
     UnitConflict,
@@ -113,11 +111,6 @@ def _shares(counts: np.ndarray) -> np.ndarray:
     return counts / counts.sum()
 
 
-def _numbers(values: np.ndarray) -> list[Number]:
-    """As every reader of JSON takes them: null for what is not a number."""
-    return [x if math.isfinite(x) else None for x in values.tolist()]
-
-
 def matching(subject: Subject) -> tuple[Matching, np.ndarray]:
     """κ and ψ, and how many examples of every pattern each unit holds, [U, K]."""
     held = np.stack([subject.mixture(client, client.buckets[c]) for client, c in subject.units])
@@ -148,19 +141,12 @@ def measure_contamination(subject: Subject) -> ContaminationReport:
         found = contamination(_routed(subject, state, subject.upload()), dominant, subject.anchor, matched.target)
         uploads = subject.upload(whole_clients=True)
         whole = contamination(_routed(subject, state, uploads), dominant, subject.anchor, matched.target)
-        rounds[str(t)] = {
-            "chi": _numbers(found.chi),
-            "local": _numbers(found.local),
-            "misalignment": _numbers(found.misalignment),
-            "leakage": _numbers(found.leakage),
-            "client": _numbers(whole.chi),
-            "lemma_holds": found.lemma_holds,
-        }
+        rounds[str(t)] = {**found, "client": whole["chi"]}
     return {
         "clean": matched.clean,
         "target": [subject.patterns[k] for k in matched.target],
         "oracle": {name: int(m) for name, m in zip(subject.patterns, matched.oracle, strict=True)},
-        "client_mixture": _numbers(mixture_contamination(mixtures, aligned, matched.target)),
+        "client_mixture": numbers(mixture_contamination(mixtures, aligned, matched.target)),
         "rounds": rounds,
     }
 

@@ -238,16 +238,17 @@ def _risk_table(found: Diagnosis) -> str:
 
 
 class _Section(NamedTuple):
+    title: str
     judge: Callable[[Diagnosis], Judgement]
     table: Callable[[Diagnosis], str]
 
 
 SECTIONS = {
-    "conflict": _Section(_judge_conflict, _conflict_table),
-    "contamination": _Section(_judge_contamination, _contamination_table),
-    "effective_budget": _Section(_judge_budget, _budget_table),
-    "router_paths": _Section(_judge_paths, _paths_table),
-    "routing_risk": _Section(_judge_risk, _risk_table),
+    "conflict": _Section("Gradient conflict", _judge_conflict, _conflict_table),
+    "contamination": _Section("Contamination", _judge_contamination, _contamination_table),
+    "effective_budget": _Section("Effective budget", _judge_budget, _budget_table),
+    "router_paths": _Section("Router paths", _judge_paths, _paths_table),
+    "routing_risk": _Section("Routing risk", _judge_risk, _risk_table),
 }
 
 

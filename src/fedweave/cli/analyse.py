@@ -6,7 +6,7 @@ from typing import TypedDict
 
 from fedweave.cli.verbs import Verbs, backbone, last, quiet
 from fedweave.config import Config, from_tree, load_config, recipe_names
-from fedweave.console import Console, show
+from fedweave.console import Console, show, table
 from fedweave.errors import UserError
 from fedweave.settings import read_yaml_value, to_tree
 
@@ -100,7 +100,7 @@ def _budget(arguments: argparse.Namespace, console: Console) -> None:
         parts += [f"{budget.model}, {budget.parameters / 1e9:.2f}B frozen parameters", ledger.traffic_table(budget)]
         parts += [ledger.discovery_lines(budget.discovery)] if discovers else []
         parts += [] if spent else [ledger.memory_tables(budget.memory)]
-    parts += [ledger.spent_table(spent)] if spent else []
+    parts += [table(*ledger.spent_table(spent))] if spent else []
     show("\n\n".join(parts))
 
 

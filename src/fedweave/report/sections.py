@@ -7,9 +7,9 @@ import yaml
 
 from fedweave.analysis import worth
 from fedweave.analysis.diagnosis import Diagnosis
-from fedweave.analysis.ledger import spent_rows
+from fedweave.analysis.ledger import spent_table
 from fedweave.analysis.spent import run_costs
-from fedweave.analysis.verdicts import render
+from fedweave.analysis.verdicts import SECTIONS, render
 from fedweave.console import duration, table
 from fedweave.errors import UserError
 from fedweave.json_files import read_json
@@ -47,7 +47,7 @@ def all_sections(groups: Sequence[Group]) -> list[Section]:
         _prompts(lead),
         _routing(groups, lead),
         _inference(groups, lead),
-        _heterogeneity(groups),
+        Section("heterogeneity", "Heterogeneity").show(*tradeoffs.heterogeneity(groups)),
         _theory(lead),
         _costs(groups, lead),
         _what_was_run(groups, lead),
@@ -218,10 +218,6 @@ def _inference(groups: Sequence[Group], lead: RunRecord) -> Section:
     return section
 
 
-def _heterogeneity(groups: Sequence[Group]) -> Section:
-    return Section("heterogeneity", "Heterogeneity").show(*tradeoffs.heterogeneity(groups))
-
-
 def _theory(lead: RunRecord) -> Section:
     section = Section("theory", "The theory at work")
     again = f"`fedweave diagnose {lead.path}` writes it again"
@@ -233,14 +229,7 @@ def _theory(lead: RunRecord) -> Section:
         )
         section.lacks(lead.experts > 1 and lead.elsewhere, f"the paper's theory on this run: {_AT_HOME}")
         return section
-    titles = {
-        "conflict": "Gradient conflict",
-        "contamination": "Contamination",
-        "effective_budget": "Effective budget",
-        "router_paths": "Router paths",
-        "routing_risk": "Routing risk",
-    }
-    section.findings = [Finding(v["level"], titles[v["about"]], v["text"]) for v in found["verdicts"]]
+    section.findings = [Finding(v["level"], SECTIONS[v["about"]].title, v["text"]) for v in found["verdicts"]]
     section.show(theory.contamination(found, lead.tasks), theory.effective_budget(found))
     section.folded.append({"title": "all figures of the diagnosis", "text": render(found)})
     return section
@@ -249,7 +238,7 @@ def _theory(lead: RunRecord) -> Section:
 def _costs(groups: Sequence[Group], lead: RunRecord) -> Section:
     section = Section("costs", "Communication and time")
     try:
-        section.tables.append(Table(["this run", "predicted", "measured", ""], spent_rows(run_costs(lead).spent)))
+        section.tables.append(Table(*spent_table(run_costs(lead).spent)))
     except UserError as error:
         section.missing.append(f"costs: {error}")
     section.show(tradeoffs.loss_for_bytes(groups), tradeoffs.time_spent(lead), tradeoffs.round_times(lead))

@@ -20,7 +20,6 @@ from fedweave.federation.rounds import RoundReport, federate
 from fedweave.federation.state import ServerState
 from fedweave.files import write_atomic
 from fedweave.methods import build_method
-from fedweave.runs.continuing import initial_state
 from fedweave.runs.course import BACK, END, ON, agreed, follow, judge, renew, rounds_left, setback, setback_text
 from fedweave.runs.folder import Progress, RunFolder, require_new
 from fedweave.runs.live import LiveProgress
@@ -29,7 +28,7 @@ from fedweave.runs.records import change_record, label_record, prompt_map, round
 from fedweave.runs.summary import peak_memory, served_models, summarise
 from fedweave.runs.testing import answer_scores
 from fedweave.runs.text import privacy_text, summary_text
-from fedweave.runs.workspace import Kept, Prepared, Workspace, prepare
+from fedweave.runs.workspace import Kept, Prepared, Workspace, initial_state, prepare
 from fedweave.schema import LabelRecord, PrivacyFigures, PromptMap, Summary
 
 

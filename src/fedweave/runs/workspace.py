@@ -1,14 +1,17 @@
 """Everything a run stands on, loaded and checked before anything long starts or anything is written."""
 
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 
+from fedweave.alignment.kept import require_comparable
 from fedweave.backbone.features import cached_features
 from fedweave.backbone.load import Backbone, load_backbone
 from fedweave.backbone.prompts import Encoded
+from fedweave.backbone.targets import spelled_out
 from fedweave.config import BackboneConfig, Config
 from fedweave.console import Console
 from fedweave.data import FederatedData, load_data
@@ -21,6 +24,8 @@ from fedweave.federation.engines.distributed import ShardedEngine, world
 from fedweave.federation.engines.in_process import InProcessEngine
 from fedweave.federation.hostile import boast
 from fedweave.federation.method import Method
+from fedweave.federation.state import ServerState
+from fedweave.router.routed import RoutedExperts
 from fedweave.training.batch import ClientData
 
 
@@ -249,3 +254,41 @@ def _prepare(config: Config, console: Console, kept: Kept) -> Prepared:
             f"{truncated} prompts exceed backbone.max_length={config.backbone.max_length} and lose their beginning."
         )
     return Prepared(config, data, backbone, groups)
+
+
+def initial_state(config: Config, backbone: Backbone) -> RoutedExperts | None:
+    """``init=BUNDLE``: the bundle's experts and router as the first state of a new federation, once method, model
+    and shapes are those of the config; None without a bundle."""
+    from fedweave.bundle.load import read_experts, read_kept, verify_bundle
+
+    if config.init is None:
+        return None
+    folder = Path(str(config.init)).expanduser()
+    description = verify_bundle(folder)
+    rank = "experts.single_rank" if description["router"] is None else "experts.rank"
+    experts = config.experts
+    layers = backbone.linear_layers(experts.target_modules)
+    wanted = {
+        "method": (config.method, description["method"]),
+        rank: (experts.single_rank if description["router"] is None else experts.rank, description["rank"]),
+        "experts.shared_rank": (experts.shared_rank if description["router"] else 0, description.get("shared", 0)),
+        "experts.alpha": (experts.alpha, description["alpha"]),
+        "experts.span": (experts.span, description.get("span", "all")),
+        "experts.target_modules": (
+            sorted(spelled_out(experts.target_modules, layers)),
+            sorted(description["target_modules"]),
+        ),
+    }
+    for key, (asked, found) in wanted.items():
+        if asked != found:
+            value = f"[{','.join(found)}]" if isinstance(found, list) else f"{found}"
+            raise UserError(f"init={config.init} does not fit {key}={asked}; set {key}={value}, as in the bundle.")
+    found = read_experts(folder, description, backbone, layers)
+    if config.living.notice == "off":
+        return found
+    kept = require_comparable(read_kept(folder, description), config)
+    report = {
+        "own_distances": kept.own, "halfway": kept.halfway, "signed_buckets": kept.buckets,
+        "born": [0] * found.layout.experts,
+    }  # fmt: skip
+    return ServerState(**vars(found), signatures=kept.means.to(found.theta), report=report)
