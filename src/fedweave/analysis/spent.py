@@ -55,8 +55,9 @@ def run_costs(run: RunRecord, precision: str | None = None) -> RunCosts:
     counted = run.summary["trained_parameters"] if run.summary else None
     spent = [Spent("trained parameters", "numbers", trained, counted)]
     if discovers:
-        ratio = budget.discovery.warmup_ratio
-        spent.append(Spent("warmup against training", "ratio", ratio, _warmup(run), "steps; seconds"))
+        ratio, warmup, rounds = budget.discovery.warmup_ratio, run.phases.get("warmup"), run.phases.get("round")
+        measured = warmup / rounds if warmup and rounds else None
+        spent.append(Spent("warmup against training", "ratio", ratio, measured, "steps; seconds"))
     spent += [
         _tokens(run),
         *_bytes(config, budget, shape, experts, served, run.rounds),
@@ -64,11 +65,6 @@ def run_costs(run: RunRecord, precision: str | None = None) -> RunCosts:
         *_time(run, shape),
     ]
     return RunCosts(budget, discovers, spent)
-
-
-def _warmup(run: RunRecord) -> float | None:
-    warmup, rounds = run.phases.get("warmup"), run.phases.get("round")
-    return warmup / rounds if warmup and rounds else None
 
 
 def _steps(run: RunRecord) -> int:

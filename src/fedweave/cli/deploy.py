@@ -4,7 +4,7 @@ import argparse
 import os
 from pathlib import Path
 
-from fedweave.cli.verbs import Verbs, checkpoint, overrides, quiet
+from fedweave.cli.verbs import Verbs, shared
 from fedweave.config import load_config
 from fedweave.console import Console, show
 from fedweave.errors import UserError, needed
@@ -15,20 +15,19 @@ FLOWER = ("flwr", "a federation needs Flower: pip install 'fedweave[flower]'.")
 def register(verbs: Verbs) -> None:
     server = verbs.add("federate", _federate, "Train over real sites: fedweave federate RECIPE federation.sites=3")
     server.add_argument("recipe", nargs="?", help="a recipe's name or a YAML file")
-    overrides(server)
+    shared(server, "overrides")
     server.add_argument("--resume", type=Path, metavar="RUN", help="continue this run folder instead")
-    checkpoint(server)
+    shared(server, "--checkpoint")
     server.add_argument("--superlink", default="127.0.0.1:8000", help="host and port of the SuperLink")
     server.add_argument("--root-certificates", type=Path, help="who signed the SuperLink's certificate")
     server.add_argument("--secret", type=Path, help="the file that the SuperLink was given for its ServerApps")
     server.add_argument("--insecure", action="store_true", help="no TLS: for a try on one machine only")
-    quiet(server)
+    shared(server, "--quiet")
     site = verbs.add("site", _site, "A site of a federation: check it, start it, or only its worker.")
     site.add_argument("what", choices=["check", "start", "work"])
     site.add_argument("file", type=Path, help="the site's YAML file")
     site.add_argument("recipe", nargs="?", default="quickstart", help="check: the federation's recipe")
-    overrides(site)
-    quiet(site)
+    shared(site, "overrides", "--quiet")
 
 
 def _federate(arguments: argparse.Namespace, console: Console) -> None:
