@@ -41,11 +41,6 @@ def final_number(text: str) -> str | None:
     return digits.rstrip("0").rstrip(".") if "." in digits else digits
 
 
-def number(prediction: str, reference: str) -> float:
-    wanted = final_number(reference)
-    return float(wanted is not None and final_number(prediction) == wanted)
-
-
 def exact(prediction: str, reference: str) -> float:
     """The same words, whatever their case and final stop."""
     mine, theirs = (
@@ -61,18 +56,19 @@ def option_letter(text: str) -> str | None:
     return found.group(1).translate(str.maketrans("12345", "ABCDE")) if found else None
 
 
-def letter(prediction: str, reference: str) -> float:
-    wanted = option_letter(reference)
-    return float(wanted is not None and option_letter(prediction) == wanted)
-
-
 def first_label(text: str) -> str | None:
     """The first sentiment word in the text."""
     return next((w for w in re.findall(r"[a-z]+", text.lower()) if w in SENTIMENTS), None)
 
 
-def label(prediction: str, reference: str) -> float:
-    return float(first_label(prediction) == first_label(reference) is not None)
+def _the_same(find: Callable[[str], str | None]) -> Metric:
+    """Whether the same is found in both, and anything at all."""
+
+    def score(prediction: str, reference: str) -> float:
+        wanted = find(reference)
+        return float(wanted is not None and find(prediction) == wanted)
+
+    return score
 
 
 def label_metric(labels: Sequence[str]) -> Metric:
@@ -168,10 +164,10 @@ METRICS: dict[str, Metric] = {
     "rouge": rouge,
     "rouge_paper": rouge_paper,
     "rouge-unicode": rouge_unicode,
-    "number": number,
+    "number": _the_same(final_number),
     "exact": exact,
-    "letter": letter,
-    "label": label,
+    "letter": _the_same(option_letter),
+    "label": _the_same(first_label),
     "f1": f1,
     "chrf": chrf,
 }

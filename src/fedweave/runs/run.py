@@ -26,7 +26,7 @@ from fedweave.runs.live import LiveProgress
 from fedweave.runs.loggers import open_loggers, require_loggers
 from fedweave.runs.records import change_record, label_record, prompt_map, round_record, validation_record
 from fedweave.runs.summary import peak_memory, served_models, summarise
-from fedweave.runs.testing import answer_scores
+from fedweave.runs.testing import Exam
 from fedweave.runs.text import privacy_text, summary_text
 from fedweave.runs.workspace import Kept, Prepared, Workspace, initial_state, prepare
 from fedweave.schema import LabelRecord, PrivacyFigures, PromptMap, Summary
@@ -152,7 +152,8 @@ class LocalRun(RunContext):
             losses += example_losses(self.backbone, held.encoded, model.mixture, model.theta, gates) / len(models)
         record = validation_record(losses, weights, held, completed)
         if self.config.evaluation.score_rounds:
-            record["scores"] = answer_scores(self.config, self.workspace.tasks, models, held, self.engine.console)
+            exam = Exam(self.config, self.workspace.tasks, held, self.engine.console)
+            record["scores"] = exam.scores(models)
         return record
 
     def labels(self) -> LabelRecord:

@@ -6,7 +6,7 @@ import json
 import platform
 import subprocess
 import sys
-from importlib.metadata import PackageNotFoundError, version
+from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -29,9 +29,9 @@ from fedweave.runs.course import ended
 from fedweave.runs.describing import describe_at_the_end
 from fedweave.runs.folder import Progress, RunFolder
 from fedweave.runs.reading import read_events
-from fedweave.runs.testing import evaluate_models, routed_models
+from fedweave.runs.testing import Exam, routed_models
 from fedweave.runs.workspace import TestSet, Workspace
-from fedweave.schema import ByTask, Communication, Discovery, Environment, Prediction, Summary, Test, Tested
+from fedweave.schema import ByTask, Communication, Discovery, Environment, Prediction, Summary, Test
 from fedweave.settings import to_tree
 
 if TYPE_CHECKING:
@@ -121,22 +121,21 @@ def _test(run: RunFolder, tester: Workspace, progress: Progress, console: Consol
         if tester.unseen:
             test["untouched"]["unseen"] = _untouched(tester, tester.unseen, console)
     predictions: list[Prediction] = []
-    test["best"] = _evaluate(tester, progress.best, console, predictions)
+    models, exam = served_models(tester, progress.best), Exam(tester.config, tester.tasks, tester.test, console)
+    test["best"] = exam.of(models, predictions)
     test["best"]["round"] = progress.best_round
-    models = served_models(tester, progress.best)
     if tester.engine.members and len(models) == 1:  # others have no common experts, or no rows here
         describe_at_the_end(run.path, tester, models[0], predictions, progress.best_round)
     if tester.unseen:
-        test["unseen"] = evaluate_models(
-            tester.config, tester.unseen_tasks, models, tester.unseen, console, predictions
-        )
+        unseen = Exam(tester.config, tester.unseen_tasks, tester.unseen, console)
+        test["unseen"] = unseen.of(models, predictions)
         test["unseen"]["round"] = progress.best_round
     best, state = progress.best.tensors(), progress.state.tensors()
     back = progress.setbacks and all(torch.equal(own, best[name]) for name, own in state.items())
     if progress.best_round == progress.completed or back:
         test["last"] = test["best"]
     elif tester.config.evaluation.last:
-        test["last"] = _evaluate(tester, progress.state, console)
+        test["last"] = exam.of(served_models(tester, progress.state))
         test["last"]["round"] = progress.completed
     lines = "".join(json.dumps(p, ensure_ascii=False) + "\n" for p in predictions)
     write_atomic(run.path / "predictions.jsonl", lines)
@@ -155,13 +154,6 @@ def served_models(tester: Workspace, state: ServerState) -> list[FedWeaveModel]:
     return routed_models(tester.backbone, mixture, build_method(tester.config), state)
 
 
-def _evaluate(
-    tester: Workspace, state: ServerState, console: Console, predictions: list[Prediction] | None = None
-) -> Tested:
-    models = served_models(tester, state)
-    return evaluate_models(tester.config, tester.tasks, models, tester.test, console, predictions)
-
-
 def environment(device: torch.device) -> Environment:
     """Versions, device and, in a checkout, the commit."""
     packages = {
@@ -169,11 +161,7 @@ def environment(device: torch.device) -> Environment:
         "torch": torch.__version__,
         "python": platform.python_version(),
     }
-    for name in ("transformers", "scikit-learn", "numpy", "safetensors"):
-        try:
-            packages[name] = version(name)
-        except PackageNotFoundError:
-            continue
+    packages |= {name: version(name) for name in ("transformers", "scikit-learn", "numpy", "safetensors")}
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else platform.machine()
     return {"versions": packages, "device": f"{device.type}: {name}", "commit": _commit()}
 
