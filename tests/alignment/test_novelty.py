@@ -61,6 +61,14 @@ def test_every_new_kind_opens_one_expert():
     assert decided([9, 10, 10, 10, 10], least=16) == [0, 2, 2, 3, 3]
 
 
+def test_a_bucket_within_the_limit_joins_an_expert_that_opens_nearer_to_it():
+    """Of one new kind, a bucket lies just within the limit of an old expert."""
+    rows = blobs(1, 3, 0.05)
+    config = from_tree({"living": {"notice": "open", "least": 16}})
+    assert decide([rows], np.array([[0.6], [0.6], [0.45]]), 0.5, [10, 10, 10], config) == [1, 1, 1]
+    assert decide([rows], np.array([[0.4], [0.4], [0.4]]), 0.5, [10, 10, 10], config) == [0, 0, 0]
+
+
 def test_a_kind_with_too_few_examples_or_without_room_joins_the_nearest():
     assert decided([9, 10, 10, 3, 3], least=16)[:3] == [0, 2, 2]
     assert decided([9, 10, 10, 3, 3], least=16)[3] in (0, 1, 2)

@@ -81,6 +81,27 @@ def test_an_expert_opens_for_a_kind_that_comes_and_old_ones_stay(living, backbon
     engine.detach()
 
 
+def test_an_oracle_starts_a_kind_that_comes_as_it_started_the_others(living, backbone):
+    """It is told the kinds: a column for each. Sums come to two clients."""
+    config = changed(living, living={"notice": "off"}, data={"changes": ["99: all lose mood"]})
+    engine, _ = federation(config, backbone)
+    for client in engine.members:
+        for data in {id(d): d for d in (client.data, getattr(client.feed, "everything", client.data))}.values():
+            texts = [backbone.tokenizer.decode(e.ids) for e in data.examples]
+            data.features = torch.eye(2)[[int("finds" in text) for text in texts]]
+    method = build_method(replace(config, method="oracle"))
+    state = method.prepare(engine)
+    is_b = state.layout.with_experts(1).is_b
+    known, unknown = state.layout.unstack(state.theta)
+    assert known[is_b].any() and not unknown[is_b].any()
+    after, _ = method.live(engine, state, 1)
+    adapters = [engine.compute.adapters.read((i, engine.members[i].assignment.index(1))) for i in (0, 1)]
+    engine.detach()
+    old, new = after.layout.unstack(after.theta)
+    assert torch.equal(old, known)
+    torch.testing.assert_close(new, torch.stack(adapters).mean(0))
+
+
 def test_who_feeds_an_expert_no_more_leaves_it_as_it_is(living, backbone):
     """Rows of one kind go away everywhere; the experts that only they fed do not change by a bit."""
     engine, method = federation(living, backbone)

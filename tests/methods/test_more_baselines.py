@@ -156,11 +156,19 @@ def test_ifca_with_one_adapter_is_fedit(config, backbone):
 def test_ifca_begins_with_a_draw_that_does_not_collapse(config, backbone):
     """All adapters are alike at first: the lowest loss would be everybody's first adapter for ever."""
     engine, method, state = prepared(with_adapters(config, 2), backbone, "ifca")
-    draws = {
-        method.choice(engine.compute, state, replace(engine.members[0], index=i), 0) for i in range(16)
-    }  # fmt: skip
+    clients = [replace(engine.members[0], index=i) for i in range(16)]
+    draws = method.choices(engine.compute, state, clients, 0)
     engine.detach()
-    assert draws == {0, 1}
+    assert set(draws) == {0, 1}
+
+
+def test_clients_of_ifca_choose_each_for_itself(config, backbone):
+    engine, method, state = prepared(with_adapters(config, 3), backbone, "ifca")
+    state = replace(state, theta=state.theta + random_theta(state.layout, 5, 0.3))
+    together = method.choices(engine.compute, state, engine.members, 1)
+    alone = [method.choices(engine.compute, state, [client], 1)[0] for client in engine.members]
+    engine.detach()
+    assert together == alone
 
 
 # ------------------------------------------------------------------------------------------ FedRouter

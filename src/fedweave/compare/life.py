@@ -54,9 +54,9 @@ def _title(cell: Cell) -> str:
 def kinds(run: RunRecord) -> tuple[dict[str, int], list[str]]:
     """(kinds that came and before which round, kinds that were there and stayed)"""
     texts, rounds = run.config.data.changes, run.config.training.rounds
-    never = new_kinds(texts, 10**9)  # these may come later than the run ends
-    came, gone = new_kinds(texts, rounds), vanishing_kinds(texts, rounds)
-    return came, [task for task in run.tasks if task not in never and task not in gone]
+    ever = 10**9  # some may come or go later than the run ends: the control of one in which they do
+    came, others = new_kinds(texts, rounds), {*new_kinds(texts, ever), *vanishing_kinds(texts, ever)}
+    return came, [task for task in run.tasks if task not in others]
 
 
 def figures(run: RunRecord, summary: Summary) -> dict[str, float]:

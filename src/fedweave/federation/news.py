@@ -83,6 +83,8 @@ class News(Step[Told]):
     def answer(self, compute: Compute, clients: Sequence[Client], question: Message) -> Iterator[Answer]:
         for client in clients:
             came, went = client.catch_up(question.facts["t"])
+            if came or went:
+                compute.adapters = None  # they are known by their buckets' numbers
             if len(client.waiting):
                 self.method.group(compute, client)
             filled = [c for c, bucket in enumerate(client.buckets) if len(bucket)] or [

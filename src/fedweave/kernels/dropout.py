@@ -12,6 +12,8 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+from fedweave.kernels import to_device
+
 _MULTIPLY_1, _MULTIPLY_2 = 0x7FEB352D, -2073319277  # 32-bit avalanche constants; the second is 0x846CA68B, signed
 
 
@@ -37,7 +39,7 @@ class DropoutKeys:
         for key, length in zip(lane_keys, lane_lengths, strict=True):
             start, end = end, end + length
             keys[start:end] = np.random.Philox(key=key).random_raw(length).astype(np.uint32).view(np.int32)
-        return cls(rate, torch.from_numpy(keys).to(device, non_blocking=True))
+        return cls(rate, to_device(keys, device, torch.int32))
 
 
 def _avalanche(x: torch.Tensor) -> torch.Tensor:

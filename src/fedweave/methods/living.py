@@ -72,8 +72,10 @@ class Living:
             state.report["own_distances"], self.config.living.alarms, state.report["halfway"]
         )
         experts = decide(blocks, distances, change.limit, [m.sizes[c] for m, c in units], self.config)
+        first = state.layout.experts
         if asking:
-            experts = [-1 if near > change.limit else m for m, near in zip(experts, distances.min(1), strict=True)]
+            far = distances.min(1) > change.limit
+            experts = [-1 if new or m >= first else m for m, new in zip(experts, far, strict=True)]
         figures = [
             (loss, told.usual, doubt)
             for _, told in signed
@@ -84,7 +86,6 @@ class Living:
             nearest = int(distances[i].argmin())
             distance = float(distances[i, nearest])
             change.placed.append(Placed(member.name, member.sizes[c], m, nearest, distance, *figures[i]))
-        first = state.layout.experts
         change.opened = list(range(first, max([*experts, first - 1]) + 1))
         for line in placed_lines(change):
             engine.console.say(line)

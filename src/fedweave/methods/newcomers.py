@@ -99,7 +99,7 @@ def decide(
 ) -> list[int]:
     """The expert of every bucket; numbers beyond those of ``distances`` [n, M] are new experts. Far buckets that
     are near each other are one kind, which opens an expert if it has examples enough and there is room for one;
-    what is left over joins the nearest, old or new."""
+    all others join the nearest, old or new."""
     experts, most = distances.shape[1], config.alignment.max_experts
     far = np.flatnonzero(distances.min(1) > limit)
     kinds = kinds_of([block[far] for block in blocks], limit)
@@ -111,7 +111,7 @@ def decide(
             found[own] = experts + len(opened)
             opened.append(own)
     if opened:
-        rest = [bucket for bucket in far if found[bucket] < experts]
+        rest = np.flatnonzero(found < experts)
         labels = [next((k for k, own in enumerate(opened) if b in own), -1) for b in range(len(distances))]
         new = expert_distances([block[rest] for block in blocks], expert_means(blocks, labels, len(opened)))
         for row, bucket in enumerate(rest):

@@ -13,15 +13,24 @@ import torch
 from fedweave.config import Config
 from fedweave.discovery.clusterers import Buckets
 from fedweave.federation.admission import Receipts
-from fedweave.federation.client import Client, Member
+from fedweave.federation.client import Client, Member, examples_of
 from fedweave.federation.compute import Compute
 from fedweave.federation.engines.base import Engine
 from fedweave.federation.message import Facts, Message, Refused
 from fedweave.federation.method import Payload, Sizes
+from fedweave.federation.news import Change
 from fedweave.federation.state import ServerState
 from fedweave.federation.steps import Answer, Asked, Figure, Part
 from fedweave.methods.fedweave import FedWeave
-from fedweave.methods.preparation import assign, discover_units, mixture_payload, preparation_bytes, start_experts
+from fedweave.methods.living import shared_of
+from fedweave.methods.preparation import (
+    assign,
+    discover_units,
+    mixture_payload,
+    preparation_bytes,
+    start_experts,
+    warm_starts,
+)
 from fedweave.methods.prototypes import Discover, Prototypes, StartExperts
 from fedweave.router.mlp import RouterLayout
 from fedweave.router.routed import RoutedExperts
@@ -72,6 +81,22 @@ class Oracle(FedWeave):
         (found,) = by_label(compute, [client])
         client.buckets, client.waiting = found.members, client.waiting[:0]
         client.assignment = [int(client.data.features[bucket[0]].argmax()) for bucket in found.members]
+
+    def settle(self, engine: Engine, state: ServerState, change: Change) -> ServerState:
+        """A kind that comes in mid-run starts as those did that were there: from the mean of its warmups."""
+        layout, experts = state.layout, state.layout.unstack(state.theta)
+        learned = layout.with_experts(1).is_b.to(state.theta.device)
+        fed = examples_of(engine.members, layout.experts)
+        came = [m for m, expert in enumerate(experts) if fed[m] and not expert[learned].any()]
+        if not came or self.start is None:
+            return state
+        question, heard = Message(facts={"t": change.t, "first": min(came)}), Receipts()
+        owners = [member for member in engine.members if set(member.assignment) & set(came)]
+        starts = warm_starts(engine, self.start, layout, came, owners, question, heard)
+        change.heard(heard, question)
+        for m, start in zip(came, starts, strict=True):
+            experts[m] = start.to(state.theta)
+        return replace(state, theta=layout.stack(experts, shared_of(state)))
 
     def admit(self, engine: Engine, state: ServerState, newcomer: Member) -> str:
         return ""  # nobody comes later who knows the labels

@@ -208,7 +208,8 @@ def warm_starts(
     means = {m: client_average(single.size, torch.device("cpu"), config) for m in experts}
     for _, start in engine.ask(step, members, question, receipts):
         for m, adapter, buckets in start if plain else _one_each(start):
-            means[m].add(adapter - origin, buckets)
+            if m in means:
+                means[m].add(adapter - origin, buckets)
     return [origin + mean.step() if mean.weight else first for mean in means.values()]
 
 

@@ -30,7 +30,7 @@ from fedweave.streams import stream_key
 from fedweave.training.batch import Lane
 from fedweave.training.schedule import local_schedule
 
-_LOOKED_AT = 64  # examples that a client judges the adapters by
+_LOOKED_AT = 32  # examples that a client judges the adapters by
 
 
 class FedLEASE(Aligned):
@@ -105,22 +105,25 @@ class IFCA(SingleAdapter):
     def local_updates(
         self, compute: Compute, state: Broadcast, clients: Sequence[Client], t: int
     ) -> Iterator[Update]:
-        for client in clients:
-            client.assignment = [self.choice(compute, state, client, t)]
+        for client, choice in zip(clients, self.choices(compute, state, clients, t), strict=True):
+            client.assignment = [choice]
         return super().local_updates(compute, state, clients, t)
 
-    def choice(self, compute: Compute, state: RoutedExperts, client: Client, t: int) -> int:
-        """The adapter with the lowest mean loss on a sample of the client's examples."""
+    def choices(self, compute: Compute, state: RoutedExperts, clients: Sequence[Client], t: int) -> list[int]:
+        """Each client's adapter: the one with the lowest mean loss on a sample of its examples."""
         experts = state.layout.experts
-        rng = np.random.default_rng(stream_key("ifca", self.config.seed, t, client.index))
+        rngs = [np.random.default_rng(stream_key("ifca", self.config.seed, t, c.index)) for c in clients]
         if not state.theta[state.layout.is_b.to(state.theta.device)].any():
-            return int(rng.integers(experts))
-        sample = [client.data.examples[i] for i in rng.permutation(len(client.data))[:_LOOKED_AT]]
-        losses = [
-            compute.losses(state.layout, state.theta, sample, gates.expand(len(sample), -1)).mean()
-            for gates in torch.eye(experts)
+            return [int(rng.integers(experts)) for rng in rngs]
+        samples = [
+            [client.data.examples[i] for i in rng.permutation(len(client.data))[:_LOOKED_AT]]
+            for client, rng in zip(clients, rngs, strict=True)
         ]
-        return int(torch.stack(losses).argmin())
+        every = [example for sample in samples for example in sample]  # one pass for all clients
+        one, gates = state.layout.with_experts(1), torch.ones(len(every), 1)
+        losses = [compute.losses(one, theta, every, gates) for theta in state.layout.unstack(state.theta)]
+        by_client = torch.stack(losses).split([len(sample) for sample in samples], 1)  # each [M, sample]
+        return [int(part.mean(1).argmin()) for part in by_client]
 
     def lane(self, client: Client, state: RoutedExperts, t: int) -> Lane:
         gates = F.one_hot(self.labels(client, state), state.layout.experts).float()

@@ -185,7 +185,7 @@ def build_batch(
         lane=to_device(lane_of_answer, device),
         weight=to_device(weight, device, torch.float32),
         slot=to_device(slot, device),
-        features=features.to(device, non_blocking=True),
+        features=to_device(features.numpy(), device, torch.float32),
         spoken=to_device(spoken, device, torch.float32),
         dropout=keys,
     )
