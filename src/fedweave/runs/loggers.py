@@ -139,15 +139,13 @@ class Loggers:
 
     def test(self, summary: Summary) -> None:
         """The figures at the end, at the best round's step."""
-        best = summary["test"].get("best")
-        if best is None:  # a federation whose server has no test set
-            return
-        values = {f"test/loss/{task}": value for task, value in best["loss"][best["used"]].items()}
-        values |= {f"test/score/{task}": value for task, value in best.get("score", {}).items()}
-        if unseen := summary["test"].get("unseen"):
-            values |= {f"unseen/loss/{task}": value for task, value in unseen["loss"][unseen["used"]].items()}
-            values |= {f"unseen/score/{task}": value for task, value in unseen.get("score", {}).items()}
-        self._each(lambda logger: logger.log(_clean(values), summary["rounds"]))
+        values: dict[str, float] = {}
+        for name, tested in (("test", summary["test"].get("best")), ("unseen", summary["test"].get("unseen"))):
+            if tested:
+                values |= {f"{name}/loss/{task}": value for task, value in tested["loss"][tested["used"]].items()}
+                values |= {f"{name}/score/{task}": value for task, value in tested.get("score", {}).items()}
+        if values:  # none in a federation whose server has no test set
+            self._each(lambda logger: logger.log(_clean(values), summary["rounds"]))
 
     def close(self) -> None:
         self._each(lambda logger: logger.close())
