@@ -32,7 +32,7 @@ from fedweave.federation.evaluate import Loss, overall
 from fedweave.federation.hello import Anatomy
 from fedweave.federation.state import ServerState, broadcast
 from fedweave.files import write_atomic
-from fedweave.json_files import read_json
+from fedweave.json_files import read_json, write_json
 from fedweave.methods import build_method
 from fedweave.runs.folder import Progress, RunFolder, require_new
 from fedweave.runs.run import RunContext, carry_out
@@ -130,7 +130,7 @@ def federate_over(
         raise UserError(
             f"the server's {tester.backbone.name} is not the sites' model; name the same files in backbone.model."
         )
-    run.write_json(MODEL, engine.model.record)
+    write_json(run.path / MODEL, engine.model.record)
     return carry_out(run, SitesRun(config, engine, tester), console, started)
 
 

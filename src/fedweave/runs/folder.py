@@ -158,9 +158,6 @@ class RunFolder:
             ) from None
         self.loggers.event(event)
 
-    def write_json(self, name: str, content: Mapping[str, object], indent: int | None = 1) -> None:
-        write_json(self.path / name, content, indent)
-
     # ---------------------------------------------------------------------------------- checkpoints
 
     def save(self, context: RunContext, progress: Progress) -> None:

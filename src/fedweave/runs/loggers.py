@@ -119,12 +119,8 @@ class Trackio(WandB):
         )  # fmt: skip
 
 
-LOGGERS: dict[str, tuple[type, str]] = {  # name -> class and the module it needs
-    "tensorboard": (TensorBoard, "tensorboard"),
-    "wandb": (WandB, "wandb"),
-    "mlflow": (MLflow, "mlflow"),
-    "trackio": (Trackio, "trackio"),
-}
+# by the names of their packages
+LOGGERS: dict[str, type] = {"tensorboard": TensorBoard, "wandb": WandB, "mlflow": MLflow, "trackio": Trackio}
 
 
 class Loggers:
@@ -162,7 +158,7 @@ class Loggers:
 def require_loggers(names: Sequence[str]) -> None:
     """Say before anything long starts that a tracker is not installed."""
     for name in names:
-        if importlib.util.find_spec(LOGGERS[name][1]) is None:
+        if importlib.util.find_spec(name) is None:
             raise UserError(f"loggers=[{name}] needs a package: pip install 'fedweave[{name}]'.")
 
 
@@ -171,7 +167,7 @@ def open_loggers(config: Config, folder: Path, first_step: int, console: Console
     opened = []
     for name in config.loggers:
         try:
-            opened.append((name, LOGGERS[name][0](config, folder, first_step)))
+            opened.append((name, LOGGERS[name](config, folder, first_step)))
         except Exception as error:
             console.warn(f"{name} cannot be used ({first_line(error)}); metrics.jsonl is written as always.")
     return Loggers(opened, console)

@@ -93,7 +93,7 @@ def label_record(workspace: Workspace) -> LabelRecord:
         }
     }
     found = [c.buckets for c in clients], [c.assignment for c in clients]
-    if len(workspace.tasks) > 1:
+    if len(workspace.data.tasks) > 1:
         record["audit"] = alignment_audit(*found, labels)
     kinds, tasks = (len({x for own in named for x in own}) for named in (workspace.client_kinds, labels))
     if 1 < kinds < tasks:

@@ -19,6 +19,7 @@ from fedweave.federation.private import privacy_figures
 from fedweave.federation.rounds import RoundReport, federate
 from fedweave.federation.state import ServerState
 from fedweave.files import write_atomic
+from fedweave.json_files import write_json
 from fedweave.methods import build_method
 from fedweave.runs.course import BACK, END, ON, agreed, follow, judge, renew, rounds_left, setback, setback_text
 from fedweave.runs.folder import Progress, RunFolder, require_new
@@ -152,7 +153,7 @@ class LocalRun(RunContext):
             losses += example_losses(self.backbone, held.encoded, model.mixture, model.theta, gates) / len(models)
         record = validation_record(losses, weights, held, completed)
         if self.config.evaluation.score_rounds:
-            exam = Exam(self.config, self.workspace.tasks, held, self.engine.console)
+            exam = Exam(self.config, self.workspace.data.tasks, held, self.engine.console)
             record["scores"] = exam.scores(models)
         return record
 
@@ -263,7 +264,7 @@ def carry_out(run: RunFolder, context: RunContext, console: Console, started: fl
         "phases_s": {label: round(seconds, 2) for label, seconds in console.spent.items()},
         "peak_memory_bytes": peak_memory(context.backbone.device),
     }
-    run.write_json("summary.json", summary)
+    write_json(run.path / "summary.json", summary)
     run.loggers.test(summary)
     run.loggers.close()
     live.finish()
@@ -297,9 +298,9 @@ def _record_discovery(run: RunFolder, context: RunContext, state: ServerState, c
             for c in clients
         },
     }
-    run.write_json("discovery.json", record | context.labels())
+    write_json(run.path / "discovery.json", record | context.labels())
     if (prompts := context.prompts()) is not None:
-        run.write_json("embedding.json", prompts, indent=None)
+        write_json(run.path / "embedding.json", prompts, indent=None)
     for client in clients:
         if client.note:
             console.warn(f"client {client.name!r}: {client.note}; it has one bucket.")

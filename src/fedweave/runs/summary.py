@@ -51,8 +51,8 @@ def summarise(
         "schema": SCHEMA,
         "method": config.method,
         "seed": config.seed,
-        "tasks": {name: task.title for name, task in tester.tasks.items()} if tester else {},
-        "notes": [*(tester.notes if tester else []), *([backbone.note] if backbone.note else [])],
+        "tasks": {name: task.title for name, task in tester.data.tasks.items()} if tester else {},
+        "notes": [*(tester.data.notes if tester else []), *([backbone.note] if backbone.note else [])],
         "clients": len(clients),
         "examples": sum(len(c) for c in clients),
         "train_tokens": sum(len(e.ids) for c in here for e in c.data.examples) if here else None,
@@ -73,7 +73,7 @@ def summarise(
         "environment": environment(backbone.device),
     }
     if tester and tester.unseen:
-        summary["unseen_tasks"] = {name: task.title for name, task in tester.unseen_tasks.items()}
+        summary["unseen_tasks"] = {name: task.title for name, task in tester.data.unseen_tasks.items()}
     if ended(progress):
         summary["ended_early"] = True
     if discovery and "kind_audit" in discovery:
@@ -121,13 +121,14 @@ def _test(run: RunFolder, tester: Workspace, progress: Progress, console: Consol
         if tester.unseen:
             test["untouched"]["unseen"] = _untouched(tester, tester.unseen, console)
     predictions: list[Prediction] = []
-    models, exam = served_models(tester, progress.best), Exam(tester.config, tester.tasks, tester.test, console)
+    models = served_models(tester, progress.best)
+    exam = Exam(tester.config, tester.data.tasks, tester.test, console)
     test["best"] = exam.of(models, predictions)
     test["best"]["round"] = progress.best_round
     if tester.engine.members and len(models) == 1:  # others have no common experts, or no rows here
         describe_at_the_end(run.path, tester, models[0], predictions, progress.best_round)
     if tester.unseen:
-        unseen = Exam(tester.config, tester.unseen_tasks, tester.unseen, console)
+        unseen = Exam(tester.config, tester.data.unseen_tasks, tester.unseen, console)
         test["unseen"] = unseen.of(models, predictions)
         test["unseen"]["round"] = progress.best_round
     best, state = progress.best.tensors(), progress.state.tensors()

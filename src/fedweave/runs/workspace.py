@@ -2,7 +2,6 @@
 
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
@@ -16,7 +15,7 @@ from fedweave.config import BackboneConfig, Config
 from fedweave.console import Console
 from fedweave.data import FederatedData, load_data
 from fedweave.data.clients import ClientWeights
-from fedweave.data.examples import Course, Example, Task
+from fedweave.data.examples import Course, Example
 from fedweave.data.hostile import ON_ROWS
 from fedweave.errors import UserError
 from fedweave.federation.client import Client
@@ -88,18 +87,6 @@ class Workspace:
     @property
     def client_kinds(self) -> list[list[str]]:
         return [[e.kind for e in rows] for rows in self.client_rows]
-
-    @property
-    def tasks(self) -> dict[str, Task]:
-        return self.data.tasks
-
-    @property
-    def unseen_tasks(self) -> dict[str, Task]:
-        return self.data.unseen_tasks
-
-    @property
-    def notes(self) -> list[str]:
-        return self.data.notes
 
     def disclose(self, method: Method) -> None:
         """What an upper bound or a reference is given and a method never is: labels, or all data in one place."""
@@ -198,13 +185,13 @@ def _client(index: int, data: ClientData, rows: list[Example], course: Course | 
     return Client(index, feed.data(0), feed=feed)
 
 
+@dataclass
 class Kept:
     """What the runs of a comparison share: the last backbone and the last prepared data. One of each, because a
     grid over backbones must not hold them all."""
 
-    def __init__(self) -> None:
-        self.backbone: tuple[BackboneConfig, Backbone] | None = None
-        self.prepared: tuple[Any, Prepared] | None = None
+    backbone: tuple[BackboneConfig, Backbone] | None = None
+    prepared: tuple[object, Prepared] | None = None
 
 
 def prepare(config: Config, console: Console, kept: Kept | None = None) -> Prepared:
