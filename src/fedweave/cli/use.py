@@ -124,8 +124,4 @@ def _asked(arguments: argparse.Namespace) -> list[tuple[Row, Prompt]]:
         return rows
     if not system.strip():
         raise UserError("--system is empty; leave it out.")
-    return [(row, with_system(system, p) if isinstance(p, str) else _led(system, p)) for row, p in rows]
-
-
-def _led(system: str, chat: tuple[dict[str, str], ...]) -> Prompt:
-    return chat if chat[0]["role"] == "system" else ({"role": "system", "content": system}, *chat)
+    return [(row, with_system(system, prompt)) for row, prompt in rows]

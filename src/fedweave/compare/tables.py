@@ -123,11 +123,8 @@ class Results:
         if self.bounds:
             said.append("A bound is told labels or has all data in one place; it is marked †, and not ranked.")
         if len({tuple(sorted(map(str, s))) for row, s in self.seeds.items() if row not in self.bounds}) > 1:
-            judged = (
-                f"by the seeds that all have ({', '.join(map(str, self.common))})"
-                if self.common
-                else "by their means"
-            )
+            seeds = ", ".join(map(str, self.common))
+            judged = f"by the seeds that all have ({seeds})" if seeds else "by their means"
             said.append(f"Rows have different seeds so far: best and second are judged {judged}.")
         return said
 

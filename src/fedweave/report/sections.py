@@ -275,31 +275,25 @@ def _what_was_run(groups: Sequence[Group], lead: RunRecord) -> Section:
 def cards(groups: Sequence[Group]) -> list[dict[str, str]]:
     """The few figures that everybody looks for."""
     lead = lead_run(groups)
-    made: list[dict[str, str]] = []
-
-    def card(label: str, value: str | None) -> None:
-        if value is not None:
-            made.append({"label": label, "value": value})
-
-    best, audit = lead.best, lead.audit
+    best, audit, clients = lead.best, lead.audit, lead.clients
+    shown: dict[str, str] = {}
     if best:
-        macro = "macro" if len(lead.tasks) > 1 else next(iter(lead.tasks), "macro")
-        bare = lead.untouched
-        card(
-            "test score" if macro != "macro" else "macro score",
-            f"{best['score'][macro]:.3f}" if "score" in best else None,
-        )
-        card(f"test loss, {best['used']}", f"{best['loss'][best['used']][macro]:.3f}")
-        card("loss of the untouched model", f"{bare[macro]:.3f}" if bare else None)
+        macro, bare = "macro" if len(lead.tasks) > 1 else next(iter(lead.tasks), "macro"), lead.untouched
+        if "score" in best:
+            shown["test score" if macro != "macro" else "macro score"] = f"{best['score'][macro]:.3f}"
+        shown[f"test loss, {best['used']}"] = f"{best['loss'][best['used']][macro]:.3f}"
+        if bare:
+            shown["loss of the untouched model"] = f"{bare[macro]:.3f}"
     elif lead.validations:
-        card("validation loss", f"{lead.validations[-1]['loss']:.3f}")
-    clients = lead.clients
-    buckets = sum(len(c["buckets"]) for c in clients.values())
-    card("buckets → experts", f"{buckets} → {lead.experts}" if clients else None)
-    card("global purity", f"{audit['global']['purity']:.2f}" if audit else None)
-    card("rounds", f"{lead.completed} of {lead.config.training.rounds}")
-    card("clients", str(len(clients or lead.manifest.get("clients", {}))))
-    spent = [event["epsilon"] for event in lead.rounds if "epsilon" in event]
-    card("privacy spent", f"ε {spent[-1]:.2f}" if spent else None)
-    card("time", duration(lead.summary["timing"]["total_s"]) if lead.summary else None)
-    return made
+        shown["validation loss"] = f"{lead.validations[-1]['loss']:.3f}"
+    if clients:
+        shown["buckets → experts"] = f"{sum(len(c['buckets']) for c in clients.values())} → {lead.experts}"
+    if audit:
+        shown["global purity"] = f"{audit['global']['purity']:.2f}"
+    shown["rounds"] = f"{lead.completed} of {lead.config.training.rounds}"
+    shown["clients"] = str(len(clients or lead.manifest.get("clients", {})))
+    if spent := [event["epsilon"] for event in lead.rounds if "epsilon" in event]:
+        shown["privacy spent"] = f"ε {spent[-1]:.2f}"
+    if lead.summary:
+        shown["time"] = duration(lead.summary["timing"]["total_s"])
+    return [{"label": label, "value": value} for label, value in shown.items()]

@@ -54,7 +54,9 @@ def start(config: Config, output: Path, runtime: Runtime, console: Console) -> S
         raise UserError(f"method={config.method} {what}: it runs in simulations only.")
     require_new(output)
     _check_files(runtime)
-    run = RunFolder.create(output, config, new_manifest(config))
+    # its data is not listed anywhere; its sites know the federation by this name
+    manifest: Manifest = {"source": config.data.source, "seed": config.seed, "federation": uuid.uuid4().hex}
+    run = RunFolder.create(output, config, manifest)
     with run.session(config):
         return _execute(run, config, runtime, console)
 
@@ -95,11 +97,6 @@ def _check_files(runtime: Runtime) -> None:
     for path in (runtime.root_certificates, runtime.secret):
         if path is not None and not path.is_file():
             raise UserError(f"there is no file {path}; examples/deployment/make-certificates.sh makes it.")
-
-
-def new_manifest(config: Config) -> Manifest:
-    """A deployment's data is not listed anywhere; its sites know the federation by this name."""
-    return {"source": config.data.source, "seed": config.seed, "federation": uuid.uuid4().hex}
 
 
 def federate_over(
