@@ -6,8 +6,6 @@ model = fedweave.load("runs/quickstart")      # a run or an exported bundle
 model.generate(["Fix the grammar: Ada go to school."])
 """
 
-from __future__ import annotations
-
 from importlib import import_module
 from typing import TYPE_CHECKING
 

@@ -10,8 +10,6 @@ and of its secret mask key beforehand. Of a client that has answered the others 
 that has not those of its key, never both: so the masks come off the sum, and off the sum alone.
 """
 
-from __future__ import annotations
-
 import math
 import secrets
 from collections.abc import Mapping, Sequence
