@@ -81,11 +81,10 @@ def resume(
 def _execute(run: RunFolder, config: Config, runtime: Runtime, console: Console) -> Summary:
     hush()
     tester = load_test(config, console)
-    federation = run.manifest()["federation"]
     console.say(f"run folder: {run.path}")
     try:
         with server_task(runtime, submit(runtime), OUTAGE) as grid:
-            return federate_over(grid, run, config, console, federation, config.federation.sites, tester)
+            return federate_over(grid, run, config, console, tester)
     except (httpx.HTTPError, RunNotRunningException) as error:
         raise UserError(
             f"the SuperLink at {runtime.address} is gone ({error or type(error).__name__}); start it again, then "
@@ -100,26 +99,21 @@ def _check_files(runtime: Runtime) -> None:
 
 
 def federate_over(
-    grid: Grid,
-    run: RunFolder,
-    config: Config,
-    console: Console,
-    federation: str,
-    sites: int,
-    tester: Workspace | None,
-    settings: Config | None = None,
+    grid: Grid, run: RunFolder, config: Config, console: Console, tester: Workspace | None
 ) -> Summary:
-    """A run over the nodes of ``grid``: a new one once ``sites`` of them are there, or the rest of an old one."""
+    """A run over the nodes of ``grid``: a new one once enough of them are there, or the rest of an old one. In a
+    simulation they are the clients whose data is here."""
     console.spent.clear()
-    started = time.monotonic()
-    engine = FlowerEngine(grid, config, console, federation, settings or public(config))
+    started, real = time.monotonic(), config.data.source == "sites"
+    federation = run.manifest()["federation"] if real else str(run.path.resolve())
+    engine = FlowerEngine(grid, config, console, federation, public(config) if real else config)
     remembered = read_json(run.path / MODEL, AnatomyRecord, "restore it and try again")
     if remembered is not None:
         engine.know(Anatomy.recorded(remembered))
-    elif tester is not None and config.data.source == "sites":
+    elif tester is not None and real:
         engine.know(Anatomy.of(tester.backbone, config.experts.target_modules))
     if run.newest() is None:
-        engine.enrol(sites)
+        engine.enrol(len(tester.data.clients) if tester is not None and not real else config.federation.sites)
     else:
         engine.meet()
     assert engine.model is not None

@@ -38,11 +38,7 @@ def simulate(run: RunFolder, prepared: Prepared, console: Console) -> Summary:
     @server_app.main()
     def main(grid: Grid, context: Context) -> None:
         try:
-            outcome.append(
-                federate_over(
-                    grid, run, prepared.config, console, str(run.path.resolve()), nodes, workspace, prepared.config
-                )
-            )
+            outcome.append(federate_over(grid, run, prepared.config, console, workspace))
         except Exception as error:  # Flower would end the process; the caller decides
             outcome.append(error)
 
@@ -50,9 +46,8 @@ def simulate(run: RunFolder, prepared: Prepared, console: Console) -> Summary:
     gpus = 1.0 if workspace.backbone.device.type == "cuda" else 0.0
     resources: Any = {"num_cpus": max(1, (os.cpu_count() or 1) // 2), "num_gpus": gpus}
     run_simulation(server_app, client_app, nodes, backend_config={"client_resources": resources})
-    result = (
-        outcome[0] if outcome else UserError("the simulation ended without a result; see Flower's lines above.")
-    )
-    if isinstance(result, Exception):
-        raise result
-    return result
+    if not outcome:
+        raise UserError("the simulation ended without a result; see Flower's lines above.")
+    if isinstance(outcome[0], Exception):
+        raise outcome[0]
+    return outcome[0]
