@@ -2,12 +2,12 @@
 
     python -m benchmarks.ladder                                    # about two minutes on a CPU
     python -m benchmarks.ladder --shapes 135m 0.5b 3b 8b --sweep   # the published figures (H200)
-    python -m benchmarks.ladder --shapes 8b --reference-clients 0  # without what comes one client after another
+    python -m benchmarks.ladder --shapes 8b --fastest              # the last rungs alone
 
 One round is 20 clients × 10 steps × batch 8 with M = 4 experts of rank 8 (on a CPU: 2 × 1 × 4). The PEFT loops are
 timed on a few clients and scaled to all: clients come one after another there, so time is proportional. The last
-rungs are the fastest one with less memory (layers that run twice, weights that stay in 4 bits) and with experts on
-every linear layer. On a GPU memory stands beside what ``fedweave budget`` predicts.
+rungs are the fastest one with products in 8 bits, with less memory (layers that run twice, weights that stay in 4
+bits) and with experts on every linear layer. On a GPU memory stands beside what ``fedweave budget`` predicts.
 """
 
 from __future__ import annotations
@@ -124,6 +124,7 @@ class Bench:
         targets: Sequence[str] = TARGETS,
         checkpointing: Literal["on", "off"] = "off",
         four_bits: bool = False,
+        fp8: Literal["off", "forward", "both"] = "off",
     ) -> None:
         """FedWeave's trainer with some of its means switched off."""
         few = min(timed or len(clients), len(clients))
@@ -131,7 +132,9 @@ class Bench:
 
         def measure() -> float:
             backbone = backbone_of(self.model(four_bits), fused)
-            trainer, lanes = make_training(backbone, clients[:few], plan[:few], graphs, targets, checkpointing)
+            trainer, lanes = make_training(
+                backbone, clients[:few], plan[:few], graphs, targets, checkpointing, fp8=fp8
+            )
             if self.gpu:
                 more["predicted_gib"] = predicted_gib(trainer, lanes[: together or few])
 
@@ -163,20 +166,14 @@ class Bench:
         o = self.options
         clients = make_clients(self.shape, o.clients, 80)
         plan = schedules(clients, o.steps, o.batch)
-        tokens, few = real_tokens(clients, plan), o.reference_clients
-        if few:
-            self.reference("PEFT, one LoRA, clients one after another", peft_loops.one_lora, clients, plan)
-            self.reference("PEFT soft mixture, gate hooks, second forward", peft_loops.soft_mixture, clients, plan)
-            self.ours("stacked experts, one client at a time, second forward", clients, plan, tokens, 1, timed=few,
-                      second_forward=True)  # fmt: skip
-            self.ours("+ cached features", clients, plan, tokens, 1, timed=few)
-        grown, order = filled_up(clients, plan)
-        self.ours("+ lockstep, padded to the longest", grown, order, tokens)
-        self.ours("+ packed", clients, plan, tokens)
-        self.ours("+ fused operations", clients, plan, tokens, fused=True)
-        if self.gpu:
-            self.ours("+ recorded steps, where they pay", clients, plan, tokens, fused=True, graphs=True)
+        tokens = real_tokens(clients, plan)
+        if not o.fastest:
+            self.slower(clients, plan, tokens)
         best = partial(self.ours, clients=clients, plan=plan, tokens=tokens, fused=True, graphs=self.gpu)
+        best("+ recorded steps, where they pay" if self.gpu else "+ fused operations")
+        if self.gpu:
+            best("the same, forward products in 8 bits", fp8="forward")
+            best("the same, all products with frozen weights in 8 bits", fp8="both")
         best("the same, layers run twice", checkpointing="on")
         best("the same, 4-bit weights", four_bits=True)
         best("the same, 4-bit weights, layers run twice", four_bits=True, checkpointing="on")
@@ -190,6 +187,20 @@ class Bench:
             "clients": o.clients, "steps": o.steps, "batch": o.batch, "tokens": tokens,
             "parameters": self.parameters, "matmul_tflops": self.rate / 1e12, "rungs": self.rows,
         }  # fmt: skip
+
+    def slower(self, clients: list[ClientData], plan: list, tokens: int) -> None:
+        """The rungs below the fastest."""
+        if few := self.options.reference_clients:
+            self.reference("PEFT, one LoRA, clients one after another", peft_loops.one_lora, clients, plan)
+            self.reference("PEFT soft mixture, gate hooks, second forward", peft_loops.soft_mixture, clients, plan)
+            self.ours("stacked experts, one client at a time, second forward", clients, plan, tokens, 1, timed=few,
+                      second_forward=True)  # fmt: skip
+            self.ours("+ cached features", clients, plan, tokens, 1, timed=few)
+        grown, order = filled_up(clients, plan)
+        self.ours("+ lockstep, padded to the longest", grown, order, tokens)
+        self.ours("+ packed", clients, plan, tokens)
+        if self.gpu:
+            self.ours("+ fused operations", clients, plan, tokens, fused=True)
 
     def decoding(self) -> list[dict[str, Any]]:
         """What one expert and all experts cost while decoding, for batches of some sizes."""
@@ -232,6 +243,7 @@ def main() -> None:
     parser.add_argument(
         "--reference-clients", type=int, default=2, help="how many PEFT loops are timed on; 0: none"
     )
+    parser.add_argument("--fastest", action="store_true", help="leave the slower rungs out")
     parser.add_argument("--sweep", action="store_true", help="also vary clients and tokens")
     parser.add_argument("--output", type=Path, help="a JSON file; other shapes in it stay")
     options = parser.parse_args()

@@ -110,11 +110,12 @@ def make_training(
     checkpointing: Literal["on", "off"] = "off",
     experts: int = EXPERTS,
     rank: int = RANK,
+    fp8: Literal["off", "forward", "both"] = "off",
 ) -> tuple[LockstepTrainer, list[Lane]]:
     """FedWeave's trainer with a soft mixture on the backbone, and a lane for every client."""
     layers, device = backbone.linear_layers(targets), backbone.device
     layout, router = AdapterLayout.of(layers, rank, experts), RouterLayout(backbone.width, 512, experts)
-    config = TrainingConfig(lr=1e-4, cuda_graphs=graphs, checkpointing=checkpointing)
+    config = TrainingConfig(lr=1e-4, cuda_graphs=graphs, checkpointing=checkpointing, fp8=fp8)
     trainer = LockstepTrainer(backbone, Mixture(layers, layout, ALPHA), router, config, DROPOUT, 5e-5)
     theta, phi = layout.initial(0).to(device), router.initial(0).to(device)
     return trainer, [Lane(c, p, theta, phi, (k,)) for k, (c, p) in enumerate(zip(clients, plan, strict=True))]
