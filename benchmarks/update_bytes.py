@@ -16,7 +16,7 @@ from fedweave.config import from_tree
 from fedweave.console import table
 from fedweave.discovery.signatures import Signatures
 from fedweave.experts.layout import AdapterLayout
-from fedweave.federation.precision import encoded_specs
+from fedweave.federation.message import encoded_specs
 from fedweave.methods import build_method
 from fedweave.router.mlp import RouterLayout
 

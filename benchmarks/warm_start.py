@@ -34,7 +34,7 @@ TRIED = [
 
 def align_by_majority(workspace: Workspace) -> list[torch.Tensor]:
     """The expert of every example, client by client: the task that leads in its bucket."""
-    method, tasks = build_method(workspace.config), list(workspace.tasks)
+    method, tasks = build_method(workspace.config), list(workspace.data.tasks)
     method.form_buckets(workspace.engine.compute, workspace.engine.members)
     experts = []
     for client, labels in zip(workspace.engine.members, workspace.client_labels, strict=True):
@@ -50,7 +50,7 @@ def warmed_up(workspace: Workspace, experts: Sequence[torch.Tensor], settings: W
     """Router weights of the validation prompts after the federated warm start, [n, M]."""
     config, clients = workspace.config, workspace.engine.members
     layout = RouterLayout(
-        workspace.engine.width, config.router.hidden, len(workspace.tasks), config.router.features
+        workspace.engine.width, config.router.hidden, len(workspace.data.tasks), config.router.features
     )
 
     phi = layout.initial(config.seed + 1)
@@ -77,15 +77,15 @@ def main() -> None:
     config = load_config(arguments.recipe, arguments.overrides)
     workspace = prepare(config, Console()).build(Console())
     experts = align_by_majority(workspace)
-    kinds = torch.tensor([list(workspace.tasks).index(label) for label in workspace.validation.labels])
+    kinds = torch.tensor([list(workspace.data.tasks).index(label) for label in workspace.validation.labels])
     rows = []
     for settings in TRIED:
         weights = warmed_up(workspace, experts, settings)
-        tasks = [(weights[kinds == m], m) for m in range(len(workspace.tasks))]  # [n of the task, M]
+        tasks = [(weights[kinds == m], m) for m in range(len(workspace.data.tasks))]  # [n of the task, M]
         cells = [f"{own[:, m].mean():.2f}, {(own.argmax(1) == m).float().mean():.0%}" for own, m in tasks]
         rows.append([settings.contrast, f"{settings.rounds} × {settings.steps}", *cells])
     print("Validation prompts: mean weight of their task's expert, and how many of them it gets.\n")
-    print(table(["contrast", "rounds × steps", *(task.title for task in workspace.tasks.values())], rows))
+    print(table(["contrast", "rounds × steps", *(task.title for task in workspace.data.tasks.values())], rows))
 
 
 if __name__ == "__main__":

@@ -6,8 +6,7 @@ model = fedweave.load("runs/quickstart")      # a run or an exported bundle
 model.generate(["Fix the grammar: Ada go to school."])
 """
 
-from __future__ import annotations
-
+from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -20,12 +19,7 @@ __all__ = ["FedWeaveModel", "__version__", "load"]
 
 def __getattr__(name: str) -> object:
     """Imported when asked for: `fedweave --version` must not wait for torch."""
-    if name == "FedWeaveModel":
-        from fedweave.inference.model import FedWeaveModel
-
-        return FedWeaveModel
-    if name == "load":
-        from fedweave.runs.use import load
-
-        return load
+    places = {"FedWeaveModel": "fedweave.inference.model", "load": "fedweave.runs.use"}
+    if name in places:
+        return getattr(import_module(places[name]), name)
     raise AttributeError(f"module 'fedweave' has no attribute {name!r}")

@@ -20,24 +20,11 @@ from fedweave.config_method import (
     PrivacyConfig,
     RouterConfig,
     TrainingConfig,
-    WarmStartConfig,
 )
 from fedweave.errors import UserError, nearest
 from fedweave.files import read_text
 from fedweave.rules import check_together
 from fedweave.settings import Tree, build, insert, read_yaml, read_yaml_value, setting, to_tree
-
-__all__ = [
-    "AlignmentConfig",
-    "AttackConfig",
-    "DiscoveryConfig",
-    "ExpertsConfig",
-    "LivingConfig",
-    "PrivacyConfig",
-    "RouterConfig",
-    "TrainingConfig",
-    "WarmStartConfig",
-]
 
 RECIPES = Path(__file__).parent / "recipes"
 

@@ -1,11 +1,21 @@
 """The one exception that is shown to a user as a sentence instead of a traceback."""
 
 import difflib
+import importlib
 from collections.abc import Iterable
+from types import ModuleType
 
 
 class UserError(Exception):
     """Something the user can mend. The message says what is wrong and what to do; the CLI exits with 2."""
+
+
+def needed(package: str, sentence: str) -> ModuleType:
+    """A package that not everybody has installed; where it is missing the sentence says how to get it."""
+    try:
+        return importlib.import_module(package)
+    except ImportError:
+        raise UserError(sentence) from None
 
 
 def nearest(word: str, valid: Iterable[str]) -> str:

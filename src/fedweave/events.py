@@ -12,7 +12,9 @@ class Refusal(TypedDict):
     reason: str
 
 
-class RoundFigures(TypedDict):
+class RoundEvent(TypedDict):
+    event: Literal["round"]
+    round: int
     train_loss: float | None  # None: under differential privacy nobody tells
     tokens: int
     participants: list[str]
@@ -25,14 +27,11 @@ class RoundFigures(TypedDict):
     epsilon: NotRequired[float]  # spent so far, where there is differential privacy
 
 
-class RoundEvent(RoundFigures):
-    event: Literal["round"]
-    round: int
-
-
-class ValidationFigures(TypedDict):
+class ValidationEvent(TypedDict):
     """``tasks`` to ``scores`` where the validation set is here, ``sites`` where every site has its own."""
 
+    event: Literal["validation"]
+    round: int
     loss: float  # over all examples
     router_entropy: float | None
     tasks: NotRequired[ByTask]
@@ -40,11 +39,6 @@ class ValidationFigures(TypedDict):
     expert_weight: NotRequired[list[float]]  # mean router weight of each
     scores: NotRequired[ByTask]
     sites: NotRequired[dict[str, float]]  # none: nobody measured, and ``loss`` only counts rounds down
-
-
-class ValidationEvent(ValidationFigures):
-    event: Literal["validation"]
-    round: int
 
 
 class SetbackEvent(TypedDict):
@@ -70,9 +64,11 @@ class PlacedBucket(TypedDict):
     doubt: float
 
 
-class ChangeFigures(TypedDict):
+class ChangeEvent(TypedDict):
     """What changed before a round: rows, and the experts for them."""
 
+    event: Literal["change"]
+    round: int  # the one that came after it
     came: dict[str, int]  # client -> rows
     went: dict[str, int]
     placed: list[PlacedBucket]
@@ -85,11 +81,6 @@ class ChangeFigures(TypedDict):
     fed: list[int]  # examples of every expert
     bytes_up: dict[str, int]  # by client
     bytes_down: dict[str, int]
-
-
-class ChangeEvent(ChangeFigures):
-    event: Literal["change"]
-    round: int  # the one that came after it
 
 
 Event = RoundEvent | ValidationEvent | SetbackEvent | ChangeEvent

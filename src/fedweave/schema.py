@@ -7,8 +7,6 @@ from typing import Literal, TypedDict
 
 from typing_extensions import NotRequired
 
-from fedweave.privacy.figures import PrivacyFigures
-
 ByTask = dict[str, float]  # task -> figure; "macro" is the unweighted mean over tasks
 ConfigTree = dict[str, object]  # a Config as nested dictionaries
 
@@ -208,6 +206,17 @@ class LifeCourse(TypedDict):
     opened: list[int]  # the rounds before which experts opened
     new: dict[str, dict[int, float]]  # new kind -> round -> loss
     old: dict[int, float]  # round -> mean loss of the kinds that were there and stayed
+
+
+class PrivacyFigures(TypedDict):
+    """A run's differential privacy."""
+
+    level: str  # client or example
+    epsilon: float  # what it was solved for
+    delta: float
+    clip: float
+    noise: list[float]  # least and most over clients, in rounds, as multiples of the clip
+    spent: float  # ε of the client that has spent most
 
 
 class Communication(TypedDict):

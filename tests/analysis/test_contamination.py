@@ -42,21 +42,24 @@ def test_chi_and_its_three_parts(weight):
     found = contamination(weight, DOMINANT, ANCHOR, TARGET)
     # expert 0, total 0.375: off target is all of b (0.15); impure is b in u0 (1/60); u2 is misaligned (1/15);
     # leaked is what came from u1 (1/15)
-    assert found.chi[0] == pytest.approx(0.15 / 0.375)
-    assert found.local[0] == pytest.approx((1 / 60) / 0.375)
-    assert found.misalignment[0] == pytest.approx((1 / 15) / 0.375)
-    assert found.leakage[0] == pytest.approx((1 / 15) / 0.375)
-    assert found.bound[0] == pytest.approx(found.chi[0])  # every cause is alone here: the lemma is tight
+    assert found["chi"][0] == pytest.approx(0.15 / 0.375)
+    assert found["local"][0] == pytest.approx((1 / 60) / 0.375)
+    assert found["misalignment"][0] == pytest.approx((1 / 15) / 0.375)
+    assert found["leakage"][0] == pytest.approx((1 / 15) / 0.375)
+    bound = found["local"][0] + found["misalignment"][0] + found["leakage"][0]
+    assert bound == pytest.approx(found["chi"][0])  # every cause is alone here: the lemma is tight
     # expert 1, total 0.5375: off target a of u0 (0.0375); u0 leaks whole (0.1375); its b are impure there (0.1)
-    assert found.chi[1] == pytest.approx(0.0375 / 0.5375)
-    assert found.local[1] == pytest.approx(0.1 / 0.5375) and found.leakage[1] == pytest.approx(0.1375 / 0.5375)
-    assert found.lemma_holds
+    assert found["chi"][1] == pytest.approx(0.0375 / 0.5375)
+    assert found["local"][1] == pytest.approx(0.1 / 0.5375) and found["leakage"][1] == pytest.approx(
+        0.1375 / 0.5375
+    )
+    assert found["lemma_holds"]
 
 
 def test_an_expert_without_weight_has_no_contamination_and_breaks_nothing(weight):
     weight[:, :, 1] = 0
     found = contamination(weight, DOMINANT, ANCHOR, TARGET)
-    assert np.isnan(found.chi[1]) and found.lemma_holds
+    assert found["chi"][1] is None and found["lemma_holds"]
 
 
 def test_the_lemma_holds_for_any_weights_and_any_alignment():
@@ -64,7 +67,7 @@ def test_the_lemma_holds_for_any_weights_and_any_alignment():
     for _ in range(100):
         weight = rng.random((6, 3, 4))
         found = contamination(weight, rng.integers(3, size=6), rng.integers(4, size=6), rng.integers(3, size=4))
-        assert found.lemma_holds
+        assert found["lemma_holds"]
 
 
 def test_whole_clients_as_units_carry_their_whole_mixture():

@@ -10,8 +10,7 @@ from fedweave.config import from_tree
 from fedweave.federation.admission import Door, Receipts
 from fedweave.federation.client import Client, Memory
 from fedweave.federation.exit import Exit
-from fedweave.federation.message import Message, tensor_bytes
-from fedweave.federation.precision import GROUP, decode, encode, encoded_specs
+from fedweave.federation.message import GROUP, Message, decode, encode, encoded_specs, tensor_bytes
 from fedweave.federation.rounds import federate
 from fedweave.federation.state import broadcast
 from fedweave.federation.steps import Asked

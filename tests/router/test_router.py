@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from fedweave.aggregation.rules import ClientAverage
-from fedweave.config import WarmStartConfig
+from fedweave.config_method import WarmStartConfig
 from fedweave.methods.warm_start import LabelledFeatures, contrast_of, warm_start_clients
 from fedweave.router.mlp import RouterLayout, sparsify
 

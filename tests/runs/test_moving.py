@@ -1,6 +1,5 @@
 """A run's data and model may move; other rows, or another model, are refused, and labels may come later."""
 
-import json
 import shutil
 from pathlib import Path
 
@@ -10,7 +9,6 @@ import fedweave
 from fedweave.cli import main
 from fedweave.config import load_config
 from fedweave.data.sample import make_sample
-from fedweave.runs.snapshot import LATER, config_hash
 from tests.helpers import SMALL, read_json, read_jsonl, write_jsonl
 
 
@@ -104,18 +102,3 @@ def test_labels_may_lie_in_a_column_that_is_named_later(moved, complains, tmp_pa
     assert set(read_json(run / "manifest.json")["tasks"]) == {"sum", "text"}
     said = complains("resume", run, "data.fields=prompt=response,response=prompt", "training.rounds=4", "--quiet")
     assert "has changed since the run began" in said
-
-
-def test_a_run_of_an_earlier_version_goes_on(moved, tmp_path):
-    """It knew neither checksums nor fingerprints of data, and hashed where things lie."""
-    run, _ = moved
-    for name, origin in (("data", "archive"), ("model", "models")):
-        shutil.move(tmp_path / origin, tmp_path / name)
-    manifest = read_json(run / "manifest.json")
-    del manifest["fingerprint"]
-    (run / "manifest.json").write_text(json.dumps(manifest))
-    for path in run.glob("checkpoints/*/meta.json"):
-        meta = {k: v for k, v in read_json(path).items() if k not in ("settings", "state_sha256", "metrics_sha256")}
-        meta["config"] = config_hash(load_config(run / "config.yaml"), LATER)
-        path.write_text(json.dumps(meta))
-    assert main(["resume", str(run), "training.rounds=3", "--quiet"]) == 0

@@ -35,7 +35,7 @@ def test_a_run_records_what_the_report_shows(tiny_run):
 def test_entropy_and_load_of_a_router_worked_out_by_hand():
     held = HeldOut([Example("", "", task, "") for task in "aabb"], [], torch.zeros(4, 1))
     weights = torch.tensor([[1.0, 0.0], [0.5, 0.5], [0.0, 1.0], [0.0, 1.0]])
-    record = validation_record(torch.tensor([1.0, 2.0, 3.0, 5.0]), weights, held)
+    record = validation_record(torch.tensor([1.0, 2.0, 3.0, 5.0]), weights, held, 3)
     assert record["router_entropy"] == pytest.approx(0.6931 / 4, abs=1e-3)
     assert record["expert_load"] == [0.5, 0.5] and record["expert_weight"] == [0.375, 0.625]
     assert record["loss"] == 2.75 and record["tasks"] == {"a": 1.5, "b": 4.0, "macro": 2.75}

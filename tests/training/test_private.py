@@ -7,7 +7,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from fedweave.config import WarmStartConfig
+from fedweave.config_method import WarmStartConfig
 from fedweave.experts.layout import AdapterLayout
 from fedweave.methods.warm_start import LabelledFeatures, warm_start_clients
 from fedweave.router.mlp import RouterLayout

@@ -5,10 +5,13 @@ steps. ω[u, k, m] is the weight with which unit u's examples of pattern k move 
 sampled, how much of the client's upload counts, and how far the router opens the gate.
 """
 
+import math
 from dataclasses import dataclass
 
 import numpy as np
 from scipy.optimize import linear_sum_assignment
+
+from fedweave.analysis.diagnosis import ContaminationParts, Number
 
 
 def routed_weight(
@@ -49,32 +52,13 @@ def match_patterns(counts: np.ndarray) -> Matching:
     return Matching(counts.argmax(0), counts.argmax(1), False)
 
 
-@dataclass
-class Contamination:
-    """χ_m and its three parts for every expert, [M] each; NaN for an expert without routed weight."""
-
-    chi: np.ndarray
-    local: np.ndarray  # impurity: not the bucket's dominant pattern
-    misalignment: np.ndarray  # the bucket's dominant pattern is not its own expert's target
-    leakage: np.ndarray  # routed to m from a bucket of another expert
-
-    @property
-    def bound(self) -> np.ndarray:
-        return self.local + self.misalignment + self.leakage
-
-    @property
-    def lemma_holds(self) -> bool:
-        """χ_m ≤ local + misalignment + leakage for every expert that has weight."""
-        alive = ~np.isnan(self.chi)
-        return bool((self.chi[alive] <= self.bound[alive] + 1e-9).all())
-
-
 def contamination(
     weight: np.ndarray,  # [U, K, M] as from routed_weight
     dominant: np.ndarray,  # [U] k(u), the bucket's dominant pattern
     anchor: np.ndarray,  # [U] a(u), the expert it is aligned to
     target: np.ndarray,  # [M] κ_m
-) -> Contamination:
+) -> ContaminationParts:
+    """χ_m and the three parts that bound it, of every expert that has routed weight."""
     patterns, experts = weight.shape[1:]
     total = weight.sum((0, 1))
     omega = np.divide(weight, total, out=np.full_like(weight, np.nan), where=total > 0)  # [U, K, M]
@@ -83,12 +67,16 @@ def contamination(
     impure = dominant[:, None] != k  # [U, K]
     misaligned = dominant != target[anchor]  # [U]
     leaked = anchor[:, None] != np.arange(experts)  # [U, M]
-    return Contamination(
-        chi=(omega * off_target).sum((0, 1)),
-        local=(omega * impure[:, :, None]).sum((0, 1)),
-        misalignment=(omega * misaligned[:, None, None]).sum((0, 1)),
-        leakage=(omega * leaked[:, None, :]).sum((0, 1)),
-    )
+    chi, local = (omega * off_target).sum((0, 1)), (omega * impure[:, :, None]).sum((0, 1))
+    misalignment = (omega * misaligned[:, None, None]).sum((0, 1))
+    leakage = (omega * leaked[:, None, :]).sum((0, 1))
+    return {
+        "chi": numbers(chi),
+        "local": numbers(local),
+        "misalignment": numbers(misalignment),
+        "leakage": numbers(leakage),
+        "lemma_holds": bool((chi <= local + misalignment + leakage + 1e-9)[total > 0].all()),
+    }
 
 
 def mixture_contamination(
@@ -117,3 +105,8 @@ def effective_budget(weight_by_round: dict[int, np.ndarray], rounds: int, steps:
     values = np.stack([weight_by_round[t] for t in known])  # [states, M]
     at = np.arange(rounds)
     return rate * steps * np.stack([np.interp(at, known, column).sum() for column in values.T])
+
+
+def numbers(values: np.ndarray) -> list[Number]:
+    """As every reader of JSON takes them: null for what is not a number."""
+    return [x if math.isfinite(x) else None for x in values.tolist()]

@@ -9,13 +9,18 @@ import time
 from pathlib import Path
 
 from fedweave.analysis.diagnosis import Diagnosis
-from fedweave.analysis.measure_experts import measure_budget, measure_conflict, measure_contamination
-from fedweave.analysis.measure_router import measure_paths, measure_risk
+from fedweave.analysis.measure import (
+    measure_budget,
+    measure_conflict,
+    measure_contamination,
+    measure_paths,
+    measure_risk,
+)
 from fedweave.analysis.subject import Sample, open_subject, quick_sample
 from fedweave.analysis.verdicts import verdicts
 from fedweave.console import Console
 from fedweave.errors import UserError
-from fedweave.runs.folder import RunFolder
+from fedweave.json_files import write_json
 
 SCHEMA = 1
 NEEDS = {  # labels, a router with several experts
@@ -93,5 +98,5 @@ def diagnose(
         found["routing_risk"] = measure_risk(subject, sample, console)
     found["verdicts"] = verdicts(found)
     found["seconds"] = round(time.monotonic() - started, 1)
-    RunFolder(folder).write_json("diagnostics.json", found)
+    write_json(folder / "diagnostics.json", found)
     return found

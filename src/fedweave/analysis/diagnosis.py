@@ -34,15 +34,20 @@ class ConflictFigures(TypedDict):
     bound_holds: bool
 
 
-class ContaminationFigures(TypedDict):
-    """One kept state; [M] each, None for an expert without routed weight."""
+class ContaminationParts(TypedDict):
+    """χ_m and its parts; [M] each, None for an expert without routed weight."""
 
     chi: list[Number]
-    local: list[Number]
-    misalignment: list[Number]
-    leakage: list[Number]
-    client: list[Number]
-    lemma_holds: bool
+    local: list[Number]  # impurity: not the bucket's dominant pattern
+    misalignment: list[Number]  # the bucket's dominant pattern is not its own expert's target
+    leakage: list[Number]  # routed to m from a bucket of another expert
+    lemma_holds: bool  # χ_m ≤ local + misalignment + leakage
+
+
+class ContaminationFigures(ContaminationParts):
+    """One kept state."""
+
+    client: list[Number]  # χ_m if whole clients were averaged
 
 
 class ContaminationReport(TypedDict):
@@ -62,32 +67,36 @@ class BudgetReport(TypedDict):
 
 
 class PathFigures(TypedDict):
-    """Both ways of training one client's router, step by step."""
+    """Both ways of training one client's router, step by step; norms are squared."""
 
-    rate: float
-    heterogeneity: float
-    order_bias: list[float]
-    net_order_bias: float
-    dispersion: list[float]
-    consensus_error: list[float]
-    smoothness: float
-    gradient_norm: float
+    rate: float  # η
+    heterogeneity: float  # ζ² = Σ π_c ‖g_c − g‖² at the common start
+    order_bias: list[float]  # ‖q_s‖², s = 0 … S−1
+    net_order_bias: float  # ‖mean of q_s‖²: what does not cancel over the schedule
+    dispersion: list[float]  # D_s, s = 0 … S
+    consensus_error: list[float]  # ‖e_s‖², s = 0 … S−1
+    smoothness: float  # the largest ‖g_c(φ) − g_c(φ̄)‖ / ‖φ − φ̄‖ met: L_R as far as it was seen
+    gradient_norm: float  # ‖g‖ at the start
     loss_start: float
-    loss_persistent: float
-    loss_reset: float
-    order_term: float
-    consensus_term: float
+    loss_persistent: float  # R(φ_S)
+    loss_reset: float  # R(φ̄_S)
+    order_term: float  # O = η/2 Σ_s ‖q_s‖²
+    consensus_term: float  # C, the same sum over ‖e_s‖²
     first_step_ratio: float
     consensus_bound_holds: bool
     pl_most: Number
 
 
-class ClientPaths(PathFigures):
-    weight_mismatch: float
-    weight_mismatch_bias: float
-    weight_mismatch_bound: float
+class MismatchFigures(TypedDict):
+    weight_mismatch: float  # ‖π̃ − π‖₁
+    weight_mismatch_bias: float  # ‖b_wt‖ = ‖Σ_c (π̃_c − π_c) g_c‖
+    weight_mismatch_bound: float  # G_R ‖π̃ − π‖₁
     weight_mismatch_bound_holds: bool
-    largest_gradient: float
+    largest_gradient: float  # G_R = max_c ‖g_c‖
+
+
+class ClientPaths(PathFigures, MismatchFigures):
+    """One client."""
 
 
 class PathsReport(TypedDict):
@@ -97,22 +106,24 @@ class PathsReport(TypedDict):
 
 
 class SparseRiskFigures(TypedDict):
-    deficit: float
-    margin_risk: float
-    mismatch: float
-    soft: float
-    sparse: float
-    oracle: float
-    worst: float
-    gap: float
-    mix: float
+    """Every term of the sparse-risk bound on one client's examples."""
+
+    deficit: float  # S
+    margin_risk: float  # R_0
+    mismatch: float  # Pr[m̂ ≠ m†]
+    soft: float  # R: loss of the soft mixture
+    sparse: float  # R_sparse: loss of m̂
+    oracle: float  # R_oracle: loss of m†
+    worst: float  # Δ_max: the most that any wrong expert costs on any example
+    gap: float  # c_gap: what the best wrong expert costs on average; ≤ 0: experts are not told apart
+    mix: float  # β_mix: the least that makes c_gap S ≤ R − R_oracle + β_mix true here
     examples: int
-    excess: float
-    approximation_most: float
-    margin_bound: float
-    bound: Number
+    excess: float  # R_sparse − R_oracle
+    approximation_most: float  # [R − R_oracle]₊, at least A = [R* − R_oracle]₊: the best router's R* is at most R
+    margin_bound: float  # Δ_max R_0
+    bound: Number  # 2 Δ_max / c_gap · (R − R_oracle + β_mix), the last line of the chain; None without calibration
     calibrated: bool
-    chain_holds: bool
+    chain_holds: bool  # excess ≤ Δ_max R_0 ≤ 2 Δ_max / c_gap (R − R_oracle + β_mix)
 
 
 class ClientRisk(TypedDict):

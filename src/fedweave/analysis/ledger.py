@@ -1,7 +1,6 @@
 """Costs as text: the tables of ``fedweave budget``."""
 
-from fedweave.analysis.budget import Budget, Discovery
-from fedweave.analysis.cards import Card, Memory
+from fedweave.analysis.budget import Budget, Card, Discovery, Memory
 from fedweave.analysis.spent import Spent
 from fedweave.console import table
 
@@ -75,8 +74,8 @@ def memory_tables(memory: Memory) -> str:
     return f"{table([title, *ways.values()], parts)}\n\n{fits}\n  ← what clients_per_step and checkpointing choose"
 
 
-def spent_rows(spent: list[Spent]) -> list[list[str]]:
-    """What, predicted, measured, remark."""
+def spent_table(spent: list[Spent]) -> tuple[list[str], list[list[str]]]:
+    """(header, rows) of what, predicted, measured, remark."""
 
     def show(value: float | None, unit: str) -> str:
         if value is None:
@@ -89,8 +88,5 @@ def spent_rows(spent: list[Spent]) -> list[list[str]]:
             return f"{value:.1f} s"
         return f"{value / 1e9:.1f} GFLOP/s" if unit == "FLOP/s" else f"{value:,.0f}"
 
-    return [[row.what, show(row.predicted, row.unit), show(row.measured, row.unit), row.note] for row in spent]
-
-
-def spent_table(spent: list[Spent]) -> str:
-    return table(["this run", "predicted", "measured", ""], spent_rows(spent))
+    rows = [[row.what, show(row.predicted, row.unit), show(row.measured, row.unit), row.note] for row in spent]
+    return ["this run", "predicted", "measured", ""], rows

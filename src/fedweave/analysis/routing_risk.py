@@ -4,9 +4,9 @@ m†(x) is the oracle expert of x's pattern, m̂(x) the one with the largest rou
 log weights, which for one router are differences of its logits.
 """
 
-from dataclasses import dataclass
-
 import numpy as np
+
+from fedweave.analysis.diagnosis import SparseRiskFigures
 
 
 def deficit(weights: np.ndarray, oracle: np.ndarray) -> float:
@@ -29,56 +29,12 @@ def margin_risk(weights: np.ndarray, oracle: np.ndarray, tau: float = 0.0) -> fl
     return float((margins(weights, oracle) <= tau).mean())
 
 
-@dataclass
-class SparseRisk:
-    """Every term of the sparse-risk bound on one client's examples."""
-
-    deficit: float  # S
-    margin_risk: float  # R_0
-    mismatch: float  # Pr[m̂ ≠ m†]
-    soft: float  # R: loss of the soft mixture
-    sparse: float  # R_sparse: loss of m̂
-    oracle: float  # R_oracle: loss of m†
-    worst: float  # Δ_max: the most that any wrong expert costs on any example
-    gap: float  # c_gap: what the best wrong expert costs on average; ≤ 0: experts are not told apart
-    mix: float  # β_mix: the least that makes c_gap S ≤ R − R_oracle + β_mix true here
-
-    @property
-    def excess(self) -> float:
-        return self.sparse - self.oracle
-
-    @property
-    def approximation_most(self) -> float:
-        """[R − R_oracle]₊, which A = [R* − R_oracle]₊ cannot exceed: the best router's loss R* is at most R."""
-        return max(0.0, self.soft - self.oracle)
-
-    @property
-    def margin_bound(self) -> float:
-        """Δ_max R_0."""
-        return self.worst * self.margin_risk
-
-    @property
-    def calibrated(self) -> bool:
-        return self.gap > 0
-
-    @property
-    def bound(self) -> float:
-        """2 Δ_max / c_gap · (R − R_oracle + β_mix), the last line of the chain; infinite without calibration."""
-        return 2 * self.worst / self.gap * (self.soft - self.oracle + self.mix) if self.calibrated else float("inf")
-
-    @property
-    def chain_holds(self) -> bool:
-        """excess ≤ Δ_max R_0 ≤ 2 Δ_max / c_gap (R − R_oracle + β_mix)."""
-        slack = 1e-6 * max(1.0, self.worst)
-        return self.excess <= self.margin_bound + slack and self.margin_bound <= self.bound + slack
-
-
 def sparse_risk(
     weights: np.ndarray,  # [n, M] router weights
     oracle: np.ndarray,  # [n] m†
     alone: np.ndarray,  # [n, M] ℓ_m: loss with expert m alone
     soft: np.ndarray,  # [n] loss of the soft mixture
-) -> SparseRisk:
+) -> SparseRiskFigures:
     rows = np.arange(len(oracle))
     best = alone[rows, oracle]
     chosen = weights.argmax(1)
@@ -86,16 +42,27 @@ def sparse_risk(
     others = over.copy()
     others[rows, oracle] = np.inf
     gap = float(others.min(1).mean()) if alone.shape[1] > 1 else 0.0
-    missing = deficit(weights, oracle)
-    excess_soft = float(soft.mean() - best.mean())
-    return SparseRisk(
-        deficit=missing,
-        margin_risk=margin_risk(weights, oracle),
-        mismatch=float((chosen != oracle).mean()),
-        soft=float(soft.mean()),
-        sparse=float(alone[rows, chosen].mean()),
-        oracle=float(best.mean()),
-        worst=max(0.0, float(over.max())),
-        gap=gap,
-        mix=max(0.0, gap * missing - excess_soft),
-    )
+    missing, margin, worst = deficit(weights, oracle), margin_risk(weights, oracle), max(0.0, float(over.max()))
+    loss_soft, loss_sparse, loss_oracle = float(soft.mean()), float(alone[rows, chosen].mean()), float(best.mean())
+    mix = max(0.0, gap * missing - float(soft.mean() - best.mean()))
+    bound = 2 * worst / gap * (loss_soft - loss_oracle + mix) if gap > 0 else None
+    slack = 1e-6 * max(1.0, worst)
+    return {
+        "deficit": missing,
+        "margin_risk": margin,
+        "mismatch": float((chosen != oracle).mean()),
+        "soft": loss_soft,
+        "sparse": loss_sparse,
+        "oracle": loss_oracle,
+        "worst": worst,
+        "gap": gap,
+        "mix": mix,
+        "examples": len(rows),
+        "excess": loss_sparse - loss_oracle,
+        "approximation_most": max(0.0, loss_soft - loss_oracle),
+        "margin_bound": worst * margin,
+        "bound": bound,
+        "calibrated": gap > 0,
+        "chain_holds": loss_sparse - loss_oracle <= worst * margin + slack
+        and (bound is None or worst * margin <= bound + slack),
+    }

@@ -8,9 +8,7 @@ import numpy as np
 
 from fedweave.analysis.budget import Budget, predict
 from fedweave.analysis.shapes import ModelShape, model_shape
-from fedweave.config import Config
 from fedweave.errors import UserError
-from fedweave.events import RoundEvent
 from fedweave.experts.layout import AdapterLayout
 from fedweave.methods import method_class
 from fedweave.runs.reading import RunRecord
@@ -55,20 +53,16 @@ def run_costs(run: RunRecord, precision: str | None = None) -> RunCosts:
     counted = run.summary["trained_parameters"] if run.summary else None
     spent = [Spent("trained parameters", "numbers", trained, counted)]
     if discovers:
-        ratio = budget.discovery.warmup_ratio
-        spent.append(Spent("warmup against training", "ratio", ratio, _warmup(run), "steps; seconds"))
+        ratio, warmup, rounds = budget.discovery.warmup_ratio, run.phases.get("warmup"), run.phases.get("round")
+        measured = warmup / rounds if warmup and rounds else None
+        spent.append(Spent("warmup against training", "ratio", ratio, measured, "steps; seconds"))
     spent += [
         _tokens(run),
-        *_bytes(config, budget, shape, experts, served, run.rounds),
+        *_bytes(run, budget, shape, experts, served),
         _memory(run, budget, shape),
         *_time(run, shape),
     ]
     return RunCosts(budget, discovers, spent)
-
-
-def _warmup(run: RunRecord) -> float | None:
-    warmup, rounds = run.phases.get("warmup"), run.phases.get("round")
-    return warmup / rounds if warmup and rounds else None
 
 
 def _steps(run: RunRecord) -> int:
@@ -85,19 +79,11 @@ def _tokens(run: RunRecord) -> Spent:
     return Spent("tokens trained on", "tokens", predicted, measured, f"{len(run.rounds)} rounds")
 
 
-def _bytes(
-    config: Config,
-    budget: Budget,
-    shape: ModelShape,
-    experts: int,
-    served: Sequence[int],
-    rounds: Sequence[RoundEvent],
-) -> list[Spent]:
+def _bytes(run: RunRecord, budget: Budget, shape: ModelShape, experts: int, served: Sequence[int]) -> list[Spent]:
     """Traffic of all clients and rounds, if every client took part every time; a simulation may count its own."""
-    each = [
-        predict(shape, config, experts, budget.discovery.buckets, budget.precision, n).round_bytes(config.method)
-        for n in served
-    ]
+    config, rounds, buckets = run.config, run.rounds, budget.discovery.buckets
+    budgets = [predict(shape, config, experts, buckets, budget.precision, n) for n in served]
+    each = [own.round_bytes(config.method) for own in budgets]
     taking_part = float(np.mean([len(event["participants"]) for event in rounds])) / len(served) if rounds else 1.0
     up = sum(sum(event["bytes_up"].values()) for event in rounds)
     down = sum(event["bytes_down"] * len(event["participants"]) for event in rounds)

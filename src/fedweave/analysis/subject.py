@@ -105,8 +105,7 @@ class Subject:
             rows.append(np.full(experts, float(len(client))) if whole_clients else counts)
         counted = np.stack(rows)  # [clients, M]
         weight = counted / counted.sum(0).clip(min=1e-12)
-        row = {client.index: number for number, client in enumerate(self.clients)}
-        return weight[[row[client.index] for client, _ in self.units]]
+        return weight.repeat([len(client.buckets) for client in self.clients], axis=0)
 
     # ---------------------------------------------------------------------------------- routing
 
@@ -152,12 +151,8 @@ def quick_sample(subject: Subject, batches: int, batch_size: int) -> Sample:
         if chosen and spent > allowed:
             break
         chosen.append(client)
-    first = work(chosen[0])
-    return Sample(
-        chosen,
-        batches,
-        batch_size if first <= allowed else min(batch_size, max(2, int(batch_size * allowed / first))),
-    )
+    fewer = max(2, int(batch_size * allowed / work(chosen[0])))
+    return Sample(chosen, batches, min(batch_size, fewer))
 
 
 def open_subject(folder: Path, which: str, console: Console, model: str | None = None) -> Subject:

@@ -75,12 +75,8 @@ def _judge_contamination(found: Diagnosis) -> Judgement:
     now = part["rounds"][str(found["round"])]
     if not all(row["lemma_holds"] for row in part["rounds"].values()):
         return "warning", "The decomposition of contamination fails, which must not happen."
-    if not part["clean"]:
-        prefix = (
-            f"{found['experts']} experts for {len(found['patterns'])} patterns: each is judged by its own target. "
-        )
-    else:
-        prefix = ""
+    count = f"{found['experts']} experts for {len(found['patterns'])} patterns"
+    prefix = "" if part["clean"] else f"{count}: each is judged by its own target. "
     alive = [(chi, m) for m, chi in enumerate(now["chi"]) if chi is not None]
     if not alive:
         return "warning", "No expert receives any routed weight."
@@ -93,10 +89,8 @@ def _judge_contamination(found: Diagnosis) -> Judgement:
     why = f", mostly from {cause}" if chi >= 0.01 else ""
     at_most = "below 0.1 %" if chi < 0.001 else f"at most {_percent(chi)}"
     where = f"expert {worst}, {part['target'][worst]}{why}"
-    return (
-        level,
-        f"{prefix}Of what an expert learns from, kinds other than its own are {at_most} ({where}){mixture}.",
-    )
+    said = f"Of what an expert learns from, kinds other than its own are {at_most} ({where}){mixture}."
+    return level, prefix + said
 
 
 def _judge_budget(found: Diagnosis) -> Judgement:
@@ -109,10 +103,8 @@ def _judge_budget(found: Diagnosis) -> Judgement:
             f"Starving: {names} with less than a quarter of an even share of routed weight ({even:.2f}); its loss "
             "cannot have converged, however pure its updates. Fewer experts or more rounds would help."
         )
-    return (
-        "good",
-        f"No expert starves: every mean routed weight is at least {min(weight):.2f} (even share {even:.2f}).",
-    )
+    least = f"every mean routed weight is at least {min(weight):.2f} (even share {even:.2f})"
+    return "good", f"No expert starves: {least}."
 
 
 def _judge_paths(found: Diagnosis) -> Judgement:
@@ -121,10 +113,9 @@ def _judge_paths(found: Diagnosis) -> Judgement:
         return "note", "Every sampled client has one bucket, so there is nothing to interleave or to reset."
     rows = part["clients"].values()
     if not all(abs(r["first_step_ratio"] - 1) < 1e-3 and r["consensus_bound_holds"] for r in rows):
-        return (
-            "warning",
+        return "warning", (
             "The first-step identity or the consensus bound fails, which must not happen; gradients may be below "
-            "float precision.",
+            "float precision."
         )
     persistent = fmean(r["loss_persistent"] - r["loss_start"] for r in rows)
     reset = fmean(r["loss_reset"] - r["loss_start"] for r in rows)
@@ -247,16 +238,17 @@ def _risk_table(found: Diagnosis) -> str:
 
 
 class _Section(NamedTuple):
+    title: str
     judge: Callable[[Diagnosis], Judgement]
     table: Callable[[Diagnosis], str]
 
 
 SECTIONS = {
-    "conflict": _Section(_judge_conflict, _conflict_table),
-    "contamination": _Section(_judge_contamination, _contamination_table),
-    "effective_budget": _Section(_judge_budget, _budget_table),
-    "router_paths": _Section(_judge_paths, _paths_table),
-    "routing_risk": _Section(_judge_risk, _risk_table),
+    "conflict": _Section("Gradient conflict", _judge_conflict, _conflict_table),
+    "contamination": _Section("Contamination", _judge_contamination, _contamination_table),
+    "effective_budget": _Section("Effective budget", _judge_budget, _budget_table),
+    "router_paths": _Section("Router paths", _judge_paths, _paths_table),
+    "routing_risk": _Section("Routing risk", _judge_risk, _risk_table),
 }
 
 

@@ -91,8 +91,8 @@ def _fits(found: Worth) -> bool:
 
 
 def paired(figure: Figure, ours: ByClient, theirs: ByClient, clients: list[str]) -> Paired:
-    mine = np.array([_value(ours[client], figure) for client in clients])
-    other = np.array([_value(theirs[client], figure) for client in clients])
+    mine = np.array([value(ours[client], figure) for client in clients])
+    other = np.array([value(theirs[client], figure) for client in clients])
     gains = mine - other if figure == "score" else other - mine
     n = len(gains)
     half = float(student.ppf(0.975, n - 1) * gains.std(ddof=1) / np.sqrt(n)) if n > 1 else None
@@ -110,7 +110,7 @@ def paired(figure: Figure, ours: ByClient, theirs: ByClient, clients: list[str])
     }
 
 
-def _value(figures: ClientFigures, figure: Figure) -> float:
+def value(figures: ClientFigures, figure: Figure) -> float:
     return figures["score"] if figure == "score" else figures["loss"]
 
 
@@ -161,11 +161,11 @@ def rows(found: Worth, figure: Figure) -> tuple[list[str], list[list[str]]]:
     names = list(next(iter(found["clients"].values()), {}))
     titles = [found["method"] if name == "ours" else name for name in names]
     body = [
-        [client, *(f"{_value(measured[name], figure):.3f}" for name in names)]
+        [client, *(f"{value(measured[name], figure):.3f}" for name in names)]
         for client, measured in found["clients"].items()
     ]
     means = [
-        float(np.mean([_value(measured[name], figure) for measured in found["clients"].values()])) for name in names
+        float(np.mean([value(measured[name], figure) for measured in found["clients"].values()])) for name in names
     ]
     arrow = "↑" if figure == "score" else "↓"
     return [f"{figure} {arrow}", *titles], [*body, ["mean of clients", *(f"{mean:.3f}" for mean in means)]]

@@ -5,8 +5,6 @@ upper bits apart. Here the same codes and scales are laid out as ``kernels/dequa
 rounded. Only the 6-bit scales of the K formats take a byte each (4.5 bits a number become 4.6).
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 
 import torch

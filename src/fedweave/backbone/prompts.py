@@ -66,12 +66,7 @@ class RefusedChat(UserError):
 
 
 RESPONSE = "\n\nResponse:"  # what follows a plain prompt
-SPEAKERS = {
-    "system": "System: ",
-    "user": "",
-    "assistant": "Response: ",
-    "tool": "Tool: ",
-}  # of a plain conversation
+SPEAKERS = {"system": "System: ", "user": "", "assistant": "Response: ", "tool": "Tool: "}  # of a plain chat
 
 
 class PromptFormat:

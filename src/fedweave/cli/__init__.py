@@ -13,13 +13,13 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 import fedweave
-from fedweave.cli import analyse, check, deliver, deploy, explain, look, show, train, use
+from fedweave.cli import analyse, check, deliver, deploy, look, show, train, use
 from fedweave.cli.verbs import Verbs
 from fedweave.console import Console, printable
 from fedweave.errors import UserError
 from fedweave.settings import environment_number
 
-FAMILIES = (train, check, deploy, use, explain, deliver, show, analyse, look)
+FAMILIES = (train, check, deploy, use, show, deliver, analyse, look)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -4,9 +4,9 @@ import argparse
 from pathlib import Path
 from typing import TypedDict
 
-from fedweave.cli.verbs import Verbs, backbone, last, quiet
+from fedweave.cli.verbs import Verbs, shared
 from fedweave.config import Config, from_tree, load_config, recipe_names
-from fedweave.console import Console, show
+from fedweave.console import Console, show, table
 from fedweave.errors import UserError
 from fedweave.settings import read_yaml_value, to_tree
 
@@ -39,10 +39,9 @@ def register(verbs: Verbs) -> None:
         "--router-rate", type=float, help="step size of the router's two paths (default: the run's router.lr)"
     )
     state = diagnose.add_mutually_exclusive_group()
-    last(state)
+    shared(state, "--last")
     state.add_argument("--start", action="store_true", help="the state before round 1 instead of the best")
-    backbone(diagnose)
-    quiet(diagnose)
+    shared(diagnose, "--backbone", "--quiet")
     budget = verbs.add(
         "budget", _budget, "Parameters, bytes, steps and memory: fedweave budget MODEL experts=4 rank=8 clients=20"
     )
@@ -100,7 +99,7 @@ def _budget(arguments: argparse.Namespace, console: Console) -> None:
         parts += [f"{budget.model}, {budget.parameters / 1e9:.2f}B frozen parameters", ledger.traffic_table(budget)]
         parts += [ledger.discovery_lines(budget.discovery)] if discovers else []
         parts += [] if spent else [ledger.memory_tables(budget.memory)]
-    parts += [ledger.spent_table(spent)] if spent else []
+    parts += [table(*ledger.spent_table(spent))] if spent else []
     show("\n\n".join(parts))
 
 

@@ -5,7 +5,7 @@ import os
 from functools import partial
 from pathlib import Path
 
-from fedweave.cli.verbs import Verbs, backbone, checkpoint, doubt, last
+from fedweave.cli.verbs import Verbs, shared
 from fedweave.console import Console
 from fedweave.description.record import LEVELS
 from fedweave.errors import UserError
@@ -37,10 +37,7 @@ def register(verbs: Verbs) -> None:
     export.add_argument(
         "--base-model", metavar="NAME", help="what others call the backbone, as owner/name (for the card and PEFT)"
     )
-    backbone(export)
-    doubt(export)
-    last(export)
-    checkpoint(export)
+    shared(export, "--backbone", "--doubt", "--last", "--checkpoint")
     push = verbs.add("push", _push, "Upload a bundle to a repository of the Hugging Face hub.")
     push.add_argument("bundle", type=Path, help="the bundle's folder")
     push.add_argument("repository", help="owner/name; made when it does not exist")
@@ -71,12 +68,10 @@ def register(verbs: Verbs) -> None:
         "number (llama-server)",
     )
     serve.add_argument("--upstream-key", help="its key (default: the environment's FEDWEAVE_UPSTREAM_KEY)")
-    backbone(serve)
-    doubt(serve)
+    shared(serve, "--backbone", "--doubt")
     serve.add_argument("--device", default="auto", help="auto, cpu, cuda or cuda:N")
     telling(serve, "the page of a served run tells (a bundle's: what it was exported with)")
-    last(serve)
-    checkpoint(serve)
+    shared(serve, "--last", "--checkpoint")
 
 
 def telling(parser: argparse.ArgumentParser, who: str) -> None:

@@ -3,7 +3,7 @@
 import argparse
 from pathlib import Path
 
-from fedweave.cli.verbs import Verbs, overrides, with_environment
+from fedweave.cli.verbs import Verbs, shared, with_environment
 from fedweave.config import Config, dump_config, find_recipe, load_config, recipe_names
 from fedweave.console import Console
 from fedweave.errors import UserError
@@ -15,7 +15,7 @@ def register(verbs: Verbs) -> None:
     listing.add_argument("what", choices=["recipes", "comparisons", "methods", "models", "clusterers"])
     show = verbs.add("config", _config, "Print a recipe's resolved config, or every key with its meaning.")
     show.add_argument("recipe", nargs="?", help="a recipe's name or a YAML file; empty: the reference")
-    overrides(show)
+    shared(show, "overrides")
     copy = verbs.add("copy", _copy, "Copy a recipe to a file of your own, comments and all.")
     copy.add_argument("recipe")
     copy.add_argument("target", type=Path)

@@ -3,7 +3,7 @@
 import argparse
 from pathlib import Path
 
-from fedweave.cli.verbs import Verbs, checkpoint, overrides, quiet, with_environment
+from fedweave.cli.verbs import Verbs, shared, with_environment
 from fedweave.config import Config, load_config
 from fedweave.console import Console, show
 from fedweave.errors import UserError
@@ -12,18 +12,15 @@ from fedweave.errors import UserError
 def register(verbs: Verbs) -> None:
     run = verbs.add("run", _run, "Train a federation: fedweave run quickstart training.rounds=5")
     run.add_argument("recipe", help="a recipe's name or a YAML file")
-    overrides(run)
-    quiet(run)
+    shared(run, "overrides", "--quiet")
     resume = verbs.add("resume", _resume, "Continue an interrupted run from its last checkpoint.")
     resume.add_argument("folder", type=Path, help="the run folder")
-    overrides(resume)
-    checkpoint(resume)
-    quiet(resume)
+    shared(resume, "overrides", "--checkpoint", "--quiet")
     compare = verbs.add(
         "compare", _compare, "Run a grid: fedweave compare benchmark method=fedit,fedweave seed=42,43,44"
     )
     compare.add_argument("name", help="a comparison, a recipe, or a YAML file of either; several run in turn")
-    overrides(compare)
+    shared(compare, "overrides")
     compare.add_argument(
         "--output", type=Path, help="folder of cells and tables (compare/NAME), or of a folder for each of several"
     )
@@ -35,7 +32,7 @@ def register(verbs: Verbs) -> None:
         help="a JSON file that gets every finished cell in short, beside others",
     )
     compare.add_argument("--best-of", metavar="KEY", help="an axis of which every method gets its best value")
-    quiet(compare)
+    shared(compare, "--quiet")
 
 
 def _run(arguments: argparse.Namespace, console: Console) -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from fedweave.cli.rows import output, require_target, write_rows
-from fedweave.cli.verbs import Verbs, backbone, checkpoint, doubt, last, overrides, quiet
+from fedweave.cli.verbs import Verbs, shared
 from fedweave.console import Console, show
 from fedweave.errors import UserError
 from fedweave.schema import Prediction
@@ -25,13 +25,10 @@ TOLD = ("expert", "adapter", "weights", "doubt", "ended", "truncated")  # of an 
 def register(verbs: Verbs) -> None:
     evaluate = verbs.add("evaluate", _evaluate, "Test a model, on its own test set or on a file of rows.")
     evaluate.add_argument("folder", type=Path, help="a run folder, or a bundle with --data")
-    overrides(evaluate)
+    shared(evaluate, "overrides")
     evaluate.add_argument("--data", type=Path, help="a file of prompt/response or messages rows")
     output(evaluate, "every row with its answer, score, loss and router weights")
-    backbone(evaluate)
-    last(evaluate)
-    checkpoint(evaluate)
-    quiet(evaluate)
+    shared(evaluate, "--backbone", "--last", "--checkpoint", "--quiet")
     generate = verbs.add("generate", _generate, "Answer prompts with a model (from standard input when none).")
     generate.add_argument("folder", type=Path, help="a run folder or a bundle")
     generate.add_argument("prompts", nargs="*", help="prompts; standard input gives one per line")
@@ -47,10 +44,7 @@ def register(verbs: Verbs) -> None:
     generate.add_argument("--seed", type=int, help="with --temperature: repeat the same draw")
     generate.add_argument("--stop", action="append", metavar="TEXT", help="end an answer before this text")
     generate.add_argument("--adapter", metavar="NAME", help="expert_0, …, shared or base answers, not the router's")
-    backbone(generate)
-    doubt(generate)
-    last(generate)
-    checkpoint(generate)
+    shared(generate, "--backbone", "--doubt", "--last", "--checkpoint")
 
 
 def _evaluate(arguments: argparse.Namespace, console: Console) -> None:
@@ -130,8 +124,4 @@ def _asked(arguments: argparse.Namespace) -> list[tuple[Row, Prompt]]:
         return rows
     if not system.strip():
         raise UserError("--system is empty; leave it out.")
-    return [(row, with_system(system, p) if isinstance(p, str) else _led(system, p)) for row, p in rows]
-
-
-def _led(system: str, chat: tuple[dict[str, str], ...]) -> Prompt:
-    return chat if chat[0]["role"] == "system" else ({"role": "system", "content": system}, *chat)
+    return [(row, with_system(system, prompt)) for row, prompt in rows]

@@ -4,6 +4,7 @@ import argparse
 import os
 import shlex
 from collections.abc import Callable
+from typing import Any
 
 from fedweave.console import Console
 from fedweave.errors import UserError, first_line
@@ -23,11 +24,25 @@ class Verbs:
         return parser
 
 
-def overrides(parser: argparse.ArgumentParser) -> None:
-    """``key=value`` settings; `main` also takes them after options, where argparse takes no positionals."""
-    parser.add_argument(
-        "overrides", nargs="*", metavar="key=value", help="config overrides, as in training.rounds=5"
-    )
+SHARED: dict[str, dict[str, Any]] = {  # arguments that several verbs have
+    # settings; `main` also takes them after options, where argparse takes no positionals
+    "overrides": {"nargs": "*", "metavar": "key=value", "help": "config overrides, as in training.rounds=5"},
+    "--quiet": {"action": "store_true", "help": "no progress, no table"},
+    "--last": {"action": "store_true", "help": "the last round instead of the best"},
+    "--backbone": {"metavar": "MODEL", "help": "where the backbone lies, if elsewhere than trained"},
+    "--checkpoint": {
+        "type": int, "metavar": "ROUND", "help": "the run as it stood after this round, if it is still kept"
+    },
+    "--doubt": {
+        "type": float, "metavar": "TIMES",
+        "help": "experts answer prompts up to so many times as strange as router.familiar allows (default 1)",
+    },
+}  # fmt: skip
+
+
+def shared(parser: argparse._ActionsContainer, *names: str) -> None:
+    for name in names:
+        parser.add_argument(name, **SHARED[name])
 
 
 def with_environment(typed: list[str]) -> list[str]:
@@ -39,30 +54,3 @@ def with_environment(typed: list[str]) -> list[str]:
         raise UserError(
             f"FEDWEAVE_OVERRIDES={text!r} cannot be split into settings: {first_line(error)}."
         ) from None
-
-
-def quiet(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--quiet", action="store_true", help="no progress, no table")
-
-
-def checkpoint(parser: argparse._ActionsContainer) -> None:
-    parser.add_argument(
-        "--checkpoint", type=int, metavar="ROUND", help="the run as it stood after this round, if it is still kept"
-    )
-
-
-def backbone(parser: argparse._ActionsContainer) -> None:
-    parser.add_argument("--backbone", metavar="MODEL", help="where the backbone lies, if elsewhere than trained")
-
-
-def doubt(parser: argparse._ActionsContainer) -> None:
-    parser.add_argument(
-        "--doubt",
-        type=float,
-        metavar="TIMES",
-        help="experts answer prompts up to so many times as strange as router.familiar allows (default 1)",
-    )
-
-
-def last(parser: argparse._ActionsContainer) -> None:
-    parser.add_argument("--last", action="store_true", help="the last round instead of the best")

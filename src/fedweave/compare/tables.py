@@ -123,11 +123,8 @@ class Results:
         if self.bounds:
             said.append("A bound is told labels or has all data in one place; it is marked †, and not ranked.")
         if len({tuple(sorted(map(str, s))) for row, s in self.seeds.items() if row not in self.bounds}) > 1:
-            judged = (
-                f"by the seeds that all have ({', '.join(map(str, self.common))})"
-                if self.common
-                else "by their means"
-            )
+            seeds = ", ".join(map(str, self.common))
+            judged = f"by the seeds that all have ({seeds})" if seeds else "by their means"
             said.append(f"Rows have different seeds so far: best and second are judged {judged}.")
         return said
 
@@ -167,9 +164,8 @@ def choose_best(
     """Give every row its best value of ``key``, by mean validation loss over seeds; test data plays no part. With
     ``over`` it is one value for all values of that axis, data sets say, by the geometric mean: a set whose losses
     are large counts no more than others."""
-    losses: dict[Row, dict[str, dict[Row, float]]] = defaultdict(
-        lambda: defaultdict(dict)
-    )  # by value, seed and set
+    # by value, seed and set
+    losses: dict[Row, dict[str, dict[Row, float]]] = defaultdict(lambda: defaultdict(dict))
 
     def row_of(cell: Cell) -> Row:
         return tuple(str(v) for k, v in cell.values.items() if k not in ("seed", key, over))

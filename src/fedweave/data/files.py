@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from fedweave.errors import UserError, first_line
+from fedweave.errors import UserError, first_line, needed
 
 if TYPE_CHECKING:
     from datasets import Dataset, DatasetDict
@@ -169,13 +169,10 @@ def _csv(path: Path, data: bytes, complain: Complain) -> Iterator[tuple[int, Row
 
 
 def _parquet(path: Path) -> Iterator[tuple[int, Row]]:
-    try:
-        import pyarrow
-        from pyarrow import parquet
-    except ImportError:
-        raise UserError(
-            f"{path}: Parquet needs pyarrow: pip install 'fedweave[parquet]', or save the rows as JSONL or CSV."
-        ) from None
+    how = "pip install 'fedweave[parquet]', or save the rows as JSONL or CSV"
+    pyarrow = needed("pyarrow", f"{path}: Parquet needs pyarrow: {how}.")
+    from pyarrow import parquet
+
     number = 0
     try:
         with parquet.ParquetFile(path) as file:
@@ -202,15 +199,10 @@ def hub_rows(name: str) -> dict[str, Iterator[tuple[int, Row]]]:
 
 def load_hub(name: str, subset: str | None, what: str) -> DatasetDict:
     """The splits of a data set; ``what`` begins the sentence when they cannot be had."""
+    how = "pip install 'fedweave[hub]', or name a local folder in data.path"
+    datasets = needed("datasets", f"{what} is read from the hub and needs the datasets package: {how}.")
     try:
-        from datasets import load_dataset
-    except ImportError:
-        raise UserError(
-            f"{what} is read from the hub and needs the datasets package: pip install 'fedweave[hub]', or name a "
-            "local folder in data.path."
-        ) from None
-    try:
-        return load_dataset(name, subset)
+        return datasets.load_dataset(name, subset)
     except Exception as error:  # the hub's, the network's or the file format's
         raise UserError(
             f"{what} cannot be loaded from the hub as {name} ({first_line(error)}); connect to the hub or name a "

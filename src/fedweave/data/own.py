@@ -7,6 +7,7 @@ are dealt out to ``data.clients`` simulated clients. What no file holds out is k
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import islice
 from pathlib import Path
 
 import numpy as np
@@ -227,10 +228,7 @@ def hold_out(
     client: str = "",
 ) -> list[Example]:
     """Move a share of one client's rows to each held-out set that has no file; at least one row stays."""
-    order = np.random.default_rng(key).permutation(len(rows))
-    count = int(share * len(rows))
-    start = 0
+    order = iter(np.random.default_rng(key).permutation(len(rows)))
     for k in missing:
-        held[k] += [replace(rows[i], client=client) for i in sorted(order[start : start + count])]
-        start += count
-    return [rows[i] for i in sorted(order[start:])]
+        held[k] += [replace(rows[i], client=client) for i in sorted(islice(order, int(share * len(rows))))]
+    return [rows[i] for i in sorted(order)]

@@ -1,6 +1,7 @@
 """Splits and the Dirichlet partition: who holds which examples, as a pure function of the seed."""
 
 from collections.abc import Iterable, Mapping
+from itertools import islice
 
 import numpy as np
 
@@ -23,10 +24,8 @@ def split_pools(
                 f"task {task!r} has {len(rows)} {kinds} but data.train + data.validation + data.test asks for "
                 f"{need}; lower them."
             )
-        splits[task], start = {}, 0
-        for split, size in sizes.items():
-            splits[task][split] = rows[start : start + size]
-            start += size
+        rest = iter(rows)
+        splits[task] = {split: list(islice(rest, size)) for split, size in sizes.items()}
     return splits
 
 
@@ -92,10 +91,9 @@ def dirichlet_partition(
         total_share = column.sum()
         even = np.full(clients, 1 / clients)
         counts = rng.multinomial(len(rows), column / total_share if total_share > 1e-300 else even)
-        start = 0
+        rest = iter(rows)
         for share, count in zip(shares, counts, strict=True):
-            share += rows[start : start + count]
-            start += count
+            share += islice(rest, count)
     for share in shares:
         rng.shuffle(share)
     while empty := [share for share in shares if not share]:

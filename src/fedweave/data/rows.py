@@ -86,8 +86,10 @@ def _asked(row: Row, ask: str, where: str, fields: Fields) -> Prompt:
     return with_system(system, words) if system else words
 
 
-def with_system(system: str, prompt: str) -> Prompt:
-    return ({"role": "system", "content": system}, {"role": "user", "content": prompt})
+def with_system(system: str, prompt: Prompt) -> Prompt:
+    """The prompt behind a system message, unless it has one."""
+    turns = ({"role": "user", "content": prompt},) if isinstance(prompt, str) else prompt
+    return turns if turns[0]["role"] == "system" else ({"role": "system", "content": system}, *turns)
 
 
 def is_name(text: str) -> bool:

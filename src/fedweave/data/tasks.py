@@ -187,9 +187,7 @@ def load_paper_tasks(
     pools, tasks, notes = {}, {}, []
     for source in SOURCES:
         folder = _find_folder(find_path(path), source) if path is not None else None
-        if (
-            folder is not None and folder.name == "coedit_style"
-        ):  # under its own name everywhere, not only in tables
+        if folder is not None and folder.name == "coedit_style":  # its own name everywhere, not only in tables
             source = replace(source, task=replace(source.task, name="coedit_style", title="CoEdIT-style"))
             notes.append(STAND_IN)
         name = folder.name if folder else source.folders[0]

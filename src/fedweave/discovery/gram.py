@@ -61,9 +61,8 @@ def _seeded(gram: torch.Tensor, wanted: torch.Tensor, most: int, rng: np.random.
         if c > 0:
             cumulative = nearest.cumsum(0).T.contiguous()  # [P, n]
             candidates = torch.searchsorted(cumulative, draws[c] * cumulative[:, -1:]).clamp_(max=n - 1)
-        to_each = (squares[:, None, None] + squares[candidates] - 2 * gram[:, candidates]).clamp_(
-            min=0
-        )  # [n, P, L]
+        # [n, P, L]
+        to_each = (squares[:, None, None] + squares[candidates] - 2 * gram[:, candidates]).clamp_(min=0)
         left = torch.minimum(to_each, nearest[:, :, None]).sum(0)  # [P, L]
         distance = to_each.gather(2, left.argmin(1)[None, :, None].expand(n, -1, 1))[:, :, 0]  # [n, P]
         closer = (distance < nearest) & (wanted > c)  # a problem that has all its centres takes no more

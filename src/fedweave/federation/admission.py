@@ -15,8 +15,7 @@ import torch
 from fedweave.config import Config
 from fedweave.errors import first_line
 from fedweave.federation.client import Member
-from fedweave.federation.message import Facts, Message, NoAnswer, Refused, dtype_name
-from fedweave.federation.precision import Spec, decode, encoded_specs
+from fedweave.federation.message import Facts, Message, NoAnswer, Refused, Spec, decode, dtype_name, encoded_specs
 from fedweave.federation.private import noised_reach
 from fedweave.federation.steps import Asked, Figure, Part, R, Reply
 

@@ -18,7 +18,7 @@ from fedweave.json_files import Damaged, parse, sealed
 
 KEEP = 2
 STATE, META = "state.safetensors", "meta.json"
-Meta = TypeVar("Meta")
+Meta = TypeVar("Meta", bound=Mapping[str, object])
 
 
 def save_checkpoint(folder: Path, name: str, tensors: dict[str, torch.Tensor], meta: Mapping[str, object]) -> Path:
@@ -45,8 +45,7 @@ def load_checkpoint(path: Path, kind: type[Meta]) -> tuple[dict[str, torch.Tenso
     except (OSError, Damaged) as error:
         raise Damaged(f"{META}: {getattr(error, 'strerror', None) or error}") from None
     try:
-        known = meta.get("state_sha256") if isinstance(meta, dict) else None  # earlier versions wrote none
-        if known is not None and file_sha256(path / STATE) != known:
+        if file_sha256(path / STATE) != meta.get("state_sha256"):
             raise Damaged(f"{STATE} is not what was written")
         return load_file(path / STATE), meta
     except (OSError, SafetensorError) as error:

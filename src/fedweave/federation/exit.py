@@ -12,8 +12,7 @@ from fedweave.config import Config
 from fedweave.federation.client import RESIDUAL, Client
 from fedweave.federation.hostile import Hostile
 from fedweave.federation.masks import MASKED, hidden
-from fedweave.federation.message import Facts, Message
-from fedweave.federation.precision import decode, encode
+from fedweave.federation.message import Facts, Message, decode, encode
 from fedweave.federation.private import Noise
 from fedweave.federation.steps import Answer, Asked, Reply, Summed
 

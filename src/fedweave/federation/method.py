@@ -20,7 +20,7 @@ from fedweave.discovery.clusterers import Buckets
 from fedweave.errors import UserError
 from fedweave.experts.layout import AdapterLayout
 from fedweave.federation.admission import Receipts
-from fedweave.federation.client import Client, Member
+from fedweave.federation.client import Client, Member, examples_of
 from fedweave.federation.compute import Compute
 from fedweave.federation.evaluate import Evaluate
 from fedweave.federation.message import Message
@@ -178,11 +178,7 @@ class Method(ABC):
     def claims(self, member: Member, experts: int) -> list[int]:
         """[M] the most examples with which a client may speak for each expert: what its buckets have, as it said
         before alignment."""
-        most = [0] * experts
-        for size, m in zip(member.sizes, member.assignment, strict=True):
-            if m >= 0:
-                most[m] += size
-        return most
+        return examples_of([member], experts)
 
     def pace(self, state: Broadcast, t: int) -> float:
         """Round t's share of the learning rates."""

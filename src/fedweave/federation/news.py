@@ -87,9 +87,8 @@ class News(Step[Told]):
                 compute.adapters = None  # they are known by their buckets' numbers
             if len(client.waiting):
                 self.method.group(compute, client)
-            filled = [c for c, bucket in enumerate(client.buckets) if len(bucket)] or [
-                0
-            ]  # an empty one says: nothing
+            filled = [c for c, bucket in enumerate(client.buckets) if len(bucket)]
+            filled = filled or [0]  # an empty one says: nothing
             client.buckets = [client.buckets[c] for c in filled]
             client.assignment = [client.assignment[c] for c in filled]
             yield Answer(figures={

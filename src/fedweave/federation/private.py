@@ -19,8 +19,8 @@ from fedweave.config import Config
 from fedweave.federation.client import Client, Member
 from fedweave.federation.steps import FIGURE, Answer, Asked, Figure, Reply, Summed
 from fedweave.privacy.budget import Budget
-from fedweave.privacy.figures import PrivacyFigures
 from fedweave.privacy.masking import threshold
+from fedweave.schema import PrivacyFigures
 from fedweave.streams import stream_key
 from fedweave.training.batch import Lane, Shield
 from fedweave.training.private import normal

@@ -50,15 +50,13 @@ def received(message: Message, layers: Mapping[str, Shaped], device: torch.devic
     tensors = {name: tensor.to(device) for name, tensor in message.tensors.items()}
     facts = message.facts
     layout = AdapterLayout.of(layers, facts["rank"], facts["experts"], facts["shared"])
-    router, shares = read_router(facts), list(facts["shares"])
-    return Broadcast(layout, router, tensors["theta"], tensors.get("phi"), shares, facts["pace"])
+    router = read_router(facts) if "router_hidden" in facts else None
+    return Broadcast(layout, router, tensors["theta"], tensors.get("phi"), list(facts["shares"]), facts["pace"])
 
 
 def router_facts(router: RouterLayout) -> Facts:
     return {f"router_{name}": value for name, value in asdict(router).items()}
 
 
-def read_router(facts: Facts) -> RouterLayout | None:
-    if "router_hidden" not in facts:
-        return None
+def read_router(facts: Facts) -> RouterLayout:
     return RouterLayout(**{field.name: facts[f"router_{field.name}"] for field in fields(RouterLayout)})

@@ -42,7 +42,6 @@ class GrowRouter(WarmRouter):
 
     def answer(self, compute: Compute, clients: Sequence[Client], question: Message) -> Iterator[Answer]:
         router, phi = read_router(question.facts), question.tensors["phi"].to(compute.device)
-        assert router is not None
         first = question.facts["first"]
         taught = lessons(clients, "grow", self.config.seed, question.facts["t"], question.facts["turn"])
         deltas = warm_start_clients(router, phi, taught, self.settings, "own", first)
@@ -50,9 +49,8 @@ class GrowRouter(WarmRouter):
             yield Answer({ROUTER: delta}, {"samples": len(client)})
 
     def parts(self, asked: Asked, figures: Facts) -> dict[str, Part]:
-        router = read_router(asked.question.facts)
-        assert router is not None
-        return {ROUTER: Part((len(router.outputs(asked.question.facts["first"])),), limit=ROUTER)}
+        facts = asked.question.facts
+        return {ROUTER: Part((len(read_router(facts).outputs(facts["first"])),), limit=ROUTER)}
 
 
 def grow_router(

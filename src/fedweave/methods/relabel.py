@@ -38,7 +38,6 @@ class Relabel(Step[Labels]):
 
     def answer(self, compute: Compute, clients: Sequence[Client], question: Message) -> Iterator[Answer]:
         router, phi = read_router(question.facts), question.tensors["phi"].to(compute.device)
-        assert router is not None
         for client in clients:
             labels = picked(router, phi, client.data.features)
             counts = [torch.bincount(labels[bucket], minlength=router.experts) for bucket in client.served]
@@ -47,11 +46,9 @@ class Relabel(Step[Labels]):
             })  # fmt: skip
 
     def figures(self, asked: Asked) -> dict[str, Figure]:
-        router = read_router(asked.question.facts)
-        assert router is not None
-        m, buckets, most = router.experts, len(asked.member.assignment), len(asked.member)
+        m, buckets = read_router(asked.question.facts).experts, len(asked.member.assignment)
         return {
-            "counts": Figure(int, 0, most, (m, m), summed=True),
+            "counts": Figure(int, 0, len(asked.member), (m, m), summed=True),
             "experts": Figure(int, 0, m - 1, (buckets, buckets)),
         }
 

@@ -31,6 +31,9 @@ from fedweave.training.batch import Lane
 class SingleAdapter(Method):
     """One adapter, no router; a client is one bucket, and tells only how many examples it has."""
 
+    trains = "AB"  # the factors that a client trains
+    sends = "AB"  # those that travel; "B|A": one in every round, in turns
+
     def __init__(self, config: Config):
         super().__init__(config)
         self.discover = Discover(self, signed=False)
@@ -54,13 +57,19 @@ class SingleAdapter(Method):
             return "bucket 0 → expert 0"
         return ""
 
+    def shared(self, layout: AdapterLayout, t: int) -> torch.Tensor | None:
+        turns = self.sends.split("|")
+        factors = turns[t % len(turns)]
+        if factors in ("AB", ""):
+            return None if factors else torch.zeros_like(layout.is_b)
+        return layout.is_b if factors == "B" else ~layout.is_b
+
     @classmethod
     def payload(cls, sizes: Sizes) -> Payload:
-        return single_payload(sizes.single, sizes.single.size, sizes.single.size)
-
-
-def single_payload(layout: AdapterLayout, trained: int, sent: int) -> Payload:
-    return Payload(layout.rank, experts=1, routers=0, trainable=trained, up=sent, down=sent)
+        layout, b = sizes.single, sizes.single.signature_size
+        count = {"AB": layout.size, "A": layout.size - b, "B": b, "": 0}
+        sent = max(count[factors] for factors in cls.sends.split("|"))
+        return Payload(layout.rank, experts=1, routers=0, trainable=count[cls.trains], up=sent, down=sent)
 
 
 class FedIT(SingleAdapter):
@@ -69,17 +78,10 @@ class FedIT(SingleAdapter):
 
 class FFALoRA(SingleAdapter):
     summary = "baseline: A frozen at a common random start, B trained and averaged"
+    trains = sends = "B"
 
     def lane(self, client: Client, state: RoutedExperts, t: int) -> Lane:
         return replace(super().lane(client, state, t), trainable=state.layout.is_b)
-
-    def shared(self, layout: AdapterLayout, t: int) -> torch.Tensor:
-        return layout.is_b
-
-    @classmethod
-    def payload(cls, sizes: Sizes) -> Payload:
-        b = sizes.single.signature_size
-        return single_payload(sizes.single, b, b)
 
 
 class RoLoRA(SingleAdapter):
@@ -87,21 +89,13 @@ class RoLoRA(SingleAdapter):
     first, because A has no gradient while B is zero."""
 
     summary = "baseline: B trained and averaged in one round, A in the next, and so on"
-
-    def shared(self, layout: AdapterLayout, t: int) -> torch.Tensor:
-        return layout.is_b if t % 2 == 0 else ~layout.is_b
+    sends = "B|A"
 
     def moved(self, layout: AdapterLayout, t: int) -> torch.Tensor | None:
         return self.shared(layout, t - 1)
 
     def lane(self, client: Client, state: RoutedExperts, t: int) -> Lane:
         return replace(super().lane(client, state, t), trainable=self.shared(state.layout, t))
-
-    @classmethod
-    def payload(cls, sizes: Sizes) -> Payload:
-        b = sizes.single.signature_size
-        half = max(b, sizes.single.size - b)
-        return single_payload(sizes.single, sizes.single.size, half)
 
 
 class FedSVD(FFALoRA):
@@ -152,7 +146,7 @@ class Centralised(SingleAdapter):
 
     @classmethod
     def payload(cls, sizes: Sizes) -> Payload:
-        return single_payload(sizes.single, sizes.single.size, 0)
+        return replace(super().payload(sizes), up=0, down=0)
 
 
 class _OwnParameters(SingleAdapter):
@@ -186,13 +180,11 @@ class _OwnParameters(SingleAdapter):
 
 class FedSALoRA(_OwnParameters):
     summary = "baseline: A averaged, every client keeps its own B"
+    sends = "A"
 
     def lane(self, client: Client, state: RoutedExperts, t: int) -> Lane:
         own = torch.where(state.layout.is_b.to(state.theta.device), self.own(client, state), state.theta)
         return replace(super().lane(client, state, t), theta=own)
-
-    def shared(self, layout: AdapterLayout, t: int) -> torch.Tensor:
-        return ~layout.is_b
 
     def aggregate(self, engine: Engine, state: ServerState, updates: Iterable[Update]) -> ServerState:
         """A moves by the weighted mean; B moves at home. For global evaluation θ carries the mean of all B, where
@@ -208,19 +200,13 @@ class FedSALoRA(_OwnParameters):
         is_b = state.layout.is_b.to(theta.device)
         return replace(state, theta=torch.where(is_b, mean_b, theta), private=private)
 
-    @classmethod
-    def payload(cls, sizes: Sizes) -> Payload:
-        return single_payload(sizes.single, sizes.single.size, sizes.single.size - sizes.single.signature_size)
-
 
 class LocalOnly(_OwnParameters):
     summary = "reference: every client trains alone; figures are the mean over clients"
+    sends = ""
 
     def lane(self, client: Client, state: RoutedExperts, t: int) -> Lane:
         return replace(super().lane(client, state, t), theta=self.own(client, state))
-
-    def shared(self, layout: AdapterLayout, t: int) -> torch.Tensor:
-        return torch.zeros(layout.size, dtype=torch.bool)
 
     def aggregate(self, engine: Engine, state: ServerState, updates: Iterable[Update]) -> ServerState:
         """Nothing is communicated: each client keeps what it learned."""
@@ -231,7 +217,3 @@ class LocalOnly(_OwnParameters):
     def served(self, state: ServerState) -> list[RoutedExperts]:
         own = [] if state.private is None else list(state.private)
         return [RoutedExperts(state.layout, None, theta, None) for theta in own]
-
-    @classmethod
-    def payload(cls, sizes: Sizes) -> Payload:
-        return single_payload(sizes.single, sizes.single.size, 0)

@@ -18,7 +18,8 @@ import torch
 import torch.nn.functional as F
 
 from fedweave.aggregation.robust import client_average
-from fedweave.config import Config, WarmStartConfig
+from fedweave.config import Config
+from fedweave.config_method import WarmStartConfig
 from fedweave.federation.admission import Receipts
 from fedweave.federation.client import Client
 from fedweave.federation.compute import Compute
@@ -46,7 +47,6 @@ class WarmRouter(Summed[tuple[torch.Tensor, int]]):
     def answer(self, compute: Compute, clients: Sequence[Client], question: Message) -> Iterator[Answer]:
         facts, settings = question.facts, self.settings
         router, phi = read_router(facts), question.tensors["phi"].to(compute.device)
-        assert router is not None
         taught = lessons(clients, self.config.seed, facts["t"])
         taught = [
             replace(lesson, shield=self._shield(client, settings.batch_size, lesson.key))
@@ -65,18 +65,14 @@ class WarmRouter(Summed[tuple[torch.Tensor, int]]):
         return {"samples": Figure(int, 1, most, examples=True)}
 
     def parts(self, asked: Asked, figures: Facts) -> dict[str, Part]:
-        router = read_router(asked.question.facts)
-        assert router is not None
-        return {ROUTER: Part((router.size,), limit=ROUTER)}
+        return {ROUTER: Part((read_router(asked.question.facts).size,), limit=ROUTER)}
 
     def reach(self, asked: Asked, limit: str, size: int) -> tuple[float, str]:
         settings = self.settings
         return adam_reach(settings.steps, settings.lr, size), "the farthest that the warm start's steps can lead"
 
     def totals(self, asked: Asked) -> dict[str, tuple[int, ...]]:
-        router = read_router(asked.question.facts)
-        assert router is not None
-        return {ROUTER: (router.size,), f"{FIGURE}samples": (1,)}
+        return {ROUTER: (read_router(asked.question.facts).size,), f"{FIGURE}samples": (1,)}
 
     def summands(self, asked: Asked, answer: Answer) -> dict[str, torch.Tensor]:
         samples = torch.tensor([float(answer.figures["samples"])])
@@ -101,9 +97,8 @@ def warm_up_router(
     if not settings.enabled or router.experts < 2:
         return phi
     contrast = contrast_of([member.assignment for member in engine.members], router.experts, settings.contrast)
-    pupils = [
-        m for m in engine.members if contrast == "all" or len(set(m.assignment)) > 1
-    ]  # can tell something apart
+    # who can tell something apart
+    pupils = [m for m in engine.members if contrast == "all" or len(set(m.assignment)) > 1]
     if step.config.federation.secure_aggregation and len(pupils) < 3:  # of so few no sum is opened
         contrast, pupils = "all", list(engine.members)
     progress = engine.console.progress("router warm start", settings.rounds * len(pupils), "client rounds")

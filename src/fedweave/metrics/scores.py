@@ -17,7 +17,7 @@ from collections.abc import Callable, Sequence
 from functools import lru_cache
 from typing import TYPE_CHECKING, SupportsFloat
 
-from fedweave.errors import UserError, first_line
+from fedweave.errors import UserError, first_line, needed
 from fedweave.metrics.scripts import words
 
 if TYPE_CHECKING:
@@ -41,11 +41,6 @@ def final_number(text: str) -> str | None:
     return digits.rstrip("0").rstrip(".") if "." in digits else digits
 
 
-def number(prediction: str, reference: str) -> float:
-    wanted = final_number(reference)
-    return float(wanted is not None and final_number(prediction) == wanted)
-
-
 def exact(prediction: str, reference: str) -> float:
     """The same words, whatever their case and final stop."""
     mine, theirs = (
@@ -61,18 +56,19 @@ def option_letter(text: str) -> str | None:
     return found.group(1).translate(str.maketrans("12345", "ABCDE")) if found else None
 
 
-def letter(prediction: str, reference: str) -> float:
-    wanted = option_letter(reference)
-    return float(wanted is not None and option_letter(prediction) == wanted)
-
-
 def first_label(text: str) -> str | None:
     """The first sentiment word in the text."""
     return next((w for w in re.findall(r"[a-z]+", text.lower()) if w in SENTIMENTS), None)
 
 
-def label(prediction: str, reference: str) -> float:
-    return float(first_label(prediction) == first_label(reference) is not None)
+def _the_same(find: Callable[[str], str | None]) -> Metric:
+    """Whether the same is found in both, and anything at all."""
+
+    def score(prediction: str, reference: str) -> float:
+        wanted = find(reference)
+        return float(wanted is not None and find(prediction) == wanted)
+
+    return score
 
 
 def label_metric(labels: Sequence[str]) -> Metric:
@@ -85,10 +81,8 @@ def label_metric(labels: Sequence[str]) -> Metric:
         return next((k for i in starts for k in known if tuple(said[i : i + len(k)]) == k), None)
 
     def score(prediction: str, reference: str) -> float:
-        wanted = tuple(words(reference))
-        return (
-            float(first(prediction) == wanted) if wanted else exact(prediction, reference)
-        )  # a mere 👍 has no words
+        wanted = tuple(words(reference))  # a mere 👍 has none
+        return float(first(prediction) == wanted) if wanted else exact(prediction, reference)
 
     return score
 
@@ -132,11 +126,7 @@ def rouge_unicode(prediction: str, reference: str) -> float:
 
 @lru_cache(maxsize=1)
 def _chrf_scorer() -> CHRF:
-    try:
-        from sacrebleu.metrics import CHRF
-    except ImportError:
-        raise UserError("the metric chrf needs sacrebleu: pip install 'fedweave[chrf]'.") from None
-    return CHRF()
+    return needed("sacrebleu.metrics", "the metric chrf needs sacrebleu: pip install 'fedweave[chrf]'.").CHRF()
 
 
 def chrf(prediction: str, reference: str) -> float:
@@ -174,10 +164,10 @@ METRICS: dict[str, Metric] = {
     "rouge": rouge,
     "rouge_paper": rouge_paper,
     "rouge-unicode": rouge_unicode,
-    "number": number,
+    "number": _the_same(final_number),
     "exact": exact,
-    "letter": letter,
-    "label": label,
+    "letter": _the_same(option_letter),
+    "label": _the_same(first_label),
     "f1": f1,
     "chrf": chrf,
 }

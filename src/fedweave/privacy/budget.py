@@ -13,7 +13,7 @@ from functools import lru_cache
 from typing import Any
 
 from fedweave.config import Config
-from fedweave.errors import UserError
+from fedweave.errors import needed
 from fedweave.registry import PRIVATE
 
 _ORDERS = (*range(2, 65), 80, 128, 256, 512, 1024)  # of Rényi divergences; whole ones have a closed form
@@ -23,11 +23,7 @@ Sums = tuple[tuple[float, int], ...]  # (probability of an example, how many noi
 
 def accounting() -> Any:
     """dp-accounting, which few runs need."""
-    try:
-        import dp_accounting
-    except ImportError:
-        raise UserError("privacy.level needs dp-accounting: pip install 'fedweave[privacy]'.") from None
-    return dp_accounting
+    return needed("dp_accounting", "privacy.level needs dp-accounting: pip install 'fedweave[privacy]'.")
 
 
 def planned(config: Config) -> dict[str, int]:

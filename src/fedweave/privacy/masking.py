@@ -10,8 +10,6 @@ and of its secret mask key beforehand. Of a client that has answered the others 
 that has not those of its key, never both: so the masks come off the sum, and off the sum alone.
 """
 
-from __future__ import annotations
-
 import math
 import secrets
 from collections.abc import Mapping, Sequence
@@ -20,7 +18,7 @@ from typing import Any
 
 import numpy as np
 
-from fedweave.errors import UserError
+from fedweave.errors import UserError, needed
 
 FRACTION = 24  # bits behind the point
 LIMIT = 2.0 ** (57 - FRACTION)  # what a sum stays below, 8.6e9; one that was not opened rightly is far beyond
@@ -35,12 +33,7 @@ SEALED = 2 * SHARE + 16  # bytes: two shares and what authenticates them
 
 
 def require() -> None:
-    try:
-        import cryptography  # noqa: F401
-    except ImportError:
-        raise UserError(
-            "federation.secure_aggregation needs cryptography: pip install 'fedweave[privacy]'."
-        ) from None
+    needed("cryptography", "federation.secure_aggregation needs cryptography: pip install 'fedweave[privacy]'.")
 
 
 def threshold(clients: int) -> int:

@@ -5,7 +5,7 @@ from importlib.resources import files
 from pathlib import Path
 
 import fedweave
-from fedweave.errors import UserError
+from fedweave.errors import UserError, needed
 from fedweave.report.groups import find_runs, group_runs
 
 REFRESH = 5  # seconds between two looks at a run that goes on
@@ -16,9 +16,8 @@ def write_report(paths: Sequence[Path], output: Path | None = None) -> tuple[Pat
 
     One folder gets its report inside, as report.html and figures/; several need an output. Figures become files
     once all runs have ended."""
-    from fedweave.report.style import require_matplotlib
-
-    require_matplotlib()
+    for package in ("jinja2", "matplotlib"):
+        needed(package, "reports need matplotlib and jinja2: pip install 'fedweave[report]'.")
     from jinja2 import Environment
 
     from fedweave.files import write_atomic

@@ -2,7 +2,7 @@
 
 from fedweave.description.record import read_experts, title
 from fedweave.description.text import shares, words_of
-from fedweave.report.parts import ExpertCard, Section
+from fedweave.report.parts import Section
 from fedweave.runs.reading import RunRecord
 
 
@@ -25,16 +25,8 @@ def what_experts_are(lead: RunRecord) -> Section:
             for what, counts in (("clients", expert.get("clients")), ("labels", expert.get("tasks")))
             if counts
         ]
-        section.experts.append(
-            ExpertCard(
-                title(found, m),
-                f"{expert['share']:.0%}",
-                words_of(found, expert),
-                facts,
-                expert.get("typical", []),
-                expert.get("examples", []),
-            )
-        )
+        said = {"title": title(found, m), "share": f"{expert['share']:.0%}", "words": words_of(found, expert)}
+        section.experts.append({**expert, **said, "facts": facts})
     names = all(expert["name"] for expert in found["experts"])
     section.lacks(not names, f"names of your own: fedweave describe {lead.path} --name 0=NAME gives them.")
     return section

@@ -7,6 +7,7 @@ that uses them so that they can be argued with.
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import wraps
 
 from fedweave.runs.reading import RunRecord
 from fedweave.runs.text import DECIDED
@@ -21,7 +22,28 @@ class Finding:
     text: str
 
 
-def starving_expert(run: RunRecord) -> Finding | None:
+Check = Callable[[RunRecord], Finding | None]
+FINDINGS: list[Check] = []
+
+
+def finding(level: str, title: str) -> Callable[[Callable[[RunRecord], str | Finding | None]], Check]:
+    """A function that gives a finding's text, or nothing, becomes one of the findings; it may also give another one
+    in its place."""
+
+    def enlist(said: Callable[[RunRecord], str | Finding | None]) -> Check:
+        @wraps(said)
+        def check(run: RunRecord) -> Finding | None:
+            found = said(run)
+            return Finding(level, title, found) if isinstance(found, str) else found
+
+        FINDINGS.append(check)
+        return check
+
+    return enlist
+
+
+@finding("warning", "A starving expert")
+def starving_expert(run: RunRecord) -> str | None:
     """An expert with less than a quarter of an even share of the examples learns little."""
     totals = [sum(column) for column in zip(*run.feeding.values(), strict=True)]
     fair = sum(totals) / max(1, len(totals))
@@ -29,29 +51,27 @@ def starving_expert(run: RunRecord) -> Finding | None:
     if run.experts < 2 or not starving:
         return None
     listed = ", ".join(f"expert {m} ({totals[m]} of {sum(totals)} examples)" for m in starving)
-    return Finding(
-        "warning",
-        "A starving expert",
+    return (
         f"{listed}: less than a quarter of an even share. It gets few steps, so its answers may be poor. Fewer "
-        "experts (alignment.max_experts), more rounds, or more data of that kind would help.",
+        "experts (alignment.max_experts), more rounds, or more data of that kind would help."
     )
 
 
-def unused_expert(run: RunRecord) -> Finding | None:
+@finding("warning", "An expert that is hardly used")
+def unused_expert(run: RunRecord) -> str | None:
     """An expert that was trained but that the router hardly ever picks."""
     unused = [m for m, share in enumerate(run.expert_load) if share < 0.02]
     if len(run.expert_load) < 2 or not unused:
         return None
-    return Finding(
-        "warning",
-        "An expert that is hardly used",
+    return (
         f"The router sends fewer than 2 % of validation prompts to expert {', '.join(map(str, unused))}. Either "
         "the validation data lack that kind of prompt, or the router has not learned it: try router.warm_start "
-        "or more rounds.",
+        "or more rounds."
     )
 
 
-def low_purity(run: RunRecord) -> Finding | None:
+@finding("warning", "Low purity")
+def low_purity(run: RunRecord) -> str | None:
     """Experts that mix tasks; needs labels, which only the audit has."""
     audit = run.audit
     if not audit or audit["global"]["purity"] >= 0.8:
@@ -62,94 +82,94 @@ def low_purity(run: RunRecord) -> Finding | None:
         if local < 0.8
         else "Buckets are pure within clients, so it is alignment that mixes them: try more discovery.warmup_steps."
     )
-    return Finding(
-        "warning",
-        "Low purity",
-        f"Experts mix tasks: purity {local:.2f} within clients, {whole:.2f} overall. {where}",
-    )
+    return f"Experts mix tasks: purity {local:.2f} within clients, {whole:.2f} overall. {where}"
 
 
-def client_that_hurts(run: RunRecord) -> Finding | None:
+@finding("warning", "A client that pulls against the others")
+def client_that_hurts(run: RunRecord) -> str | None:
     """A client whose updates point away from what all others do to the same experts."""
     against = {name: c for name, c in run.agreement.items() if c < -0.05}
     if not against:
         return None
     listed = ", ".join(f"{name} ({c:+.2f})" for name, c in sorted(against.items(), key=lambda item: item[1]))
-    return Finding(
-        "warning",
-        "A client that pulls against the others",
+    return (
         f"Mean cosine of its updates with everyone else's, on the same experts, is negative: {listed}. Look for "
-        "wrong labels, another language or another answer format in its data, or leave it out and compare.",
+        "wrong labels, another language or another answer format in its data, or leave it out and compare."
     )
 
 
-def refused_answers(run: RunRecord) -> Finding | None:
+@finding("warning", "Answers were refused")
+def refused_answers(run: RunRecord) -> str | None:
     """Clients whose answers the server did not use."""
     refused = [item for event in run.rounds for item in event["refused"]]
     if not refused:
         return None
     names = list(dict.fromkeys(item["client"] for item in refused))
-    return Finding(
-        "warning",
-        "Answers were refused",
+    return (
         f"{len(refused)} answers of {', '.join(names)} were not used; the last one because "
-        f"{refused[-1]['reason']}. Every reason is in metrics.jsonl.",
+        f"{refused[-1]['reason']}. Every reason is in metrics.jsonl."
     )
 
 
-def experts_at_the_edge(run: RunRecord) -> Finding | None:
+@finding("warning", "M was chosen at the edge of its range")
+def experts_at_the_edge(run: RunRecord) -> str | None:
     """M* at the upper end of the candidates: the true best may lie beyond."""
     if len(run.silhouettes) < 2 or run.aligned != max(run.silhouettes):
         return None
-    return Finding(
-        "warning",
-        "M was chosen at the edge of its range",
+    return (
         f"The best silhouette is that of {run.aligned} experts, the most that were considered. Raise "
-        "alignment.max_experts (or discovery.max_buckets, when there are too few buckets) and see whether M grows.",
+        "alignment.max_experts (or discovery.max_buckets, when there are too few buckets) and see whether M grows."
     )
 
 
-def buckets_at_the_edge(run: RunRecord) -> Finding | None:
+@finding("note", "Many clients use all the buckets they may")
+def buckets_at_the_edge(run: RunRecord) -> str | None:
     """Clients that used every bucket they were allowed."""
     most, clients = run.config.discovery.max_buckets, run.clients
     full = [name for name, client in clients.items() if len(client["buckets"]) >= most > 1]
     if len(full) * 3 < len(clients) or not full:
         return None
-    return Finding(
-        "note",
-        "Many clients use all the buckets they may",
+    return (
         f"{len(full)} of {len(clients)} clients split into {most} buckets, the largest allowed count. Raise "
-        "discovery.max_buckets if their data may hold more kinds.",
+        "discovery.max_buckets if their data may hold more kinds."
     )
 
 
-def faint_alignment(run: RunRecord) -> Finding | None:
+@finding("warning", "Signatures hardly form groups")
+def faint_alignment(run: RunRecord) -> str | None:
     """Signatures that barely form groups."""
     silhouettes = run.silhouettes
     if not silhouettes or max(silhouettes.values()) >= 0.1:
         return None
-    return Finding(
-        "warning",
-        "Signatures hardly form groups",
+    return (
         f"The best silhouette is only {max(silhouettes.values()):.2f}, so M = {run.aligned} is close to a guess. "
         "More discovery.warmup_steps or a higher training.lr make signatures clearer; if they stay alike, the "
-        "clients may have one kind of data, and one adapter (method=fedit) is simpler.",
+        "clients may have one kind of data, and one adapter (method=fedit) is simpler."
     )
 
 
-def undecided_router(run: RunRecord) -> Finding | None:
+@finding("warning", "Only one expert")
+def one_expert(run: RunRecord) -> str | None:
+    """FedWeave without specialisation."""
+    if run.method != "fedweave" or run.discovery is None or run.experts > 1:
+        return None
+    reason = run.discovery.get("alignment_note") or "alignment found no groups"
+    return f"{reason}. With one expert FedWeave is plain federated averaging of one adapter."
+
+
+@finding("warning", "The router is undecided")
+def undecided_router(run: RunRecord) -> str | None:
     """Entropy near that of a coin toss: one active expert is then a gamble."""
     if run.entropy is None or run.entropy < 0.5:
         return None
-    return Finding(
-        "warning",
-        "The router is undecided",
+    return (
         f"Its entropy is {run.entropy:.0%} of the largest possible. Sparse inference loses what the mixture knows: "
-        "switch router.warm_start on, train longer, or answer with evaluation.routing=soft.",
+        "switch router.warm_start on, train longer, or answer with evaluation.routing=soft."
     )
 
 
-def sparse_costs(run: RunRecord) -> Finding | None:
+@finding("warning", "Sparse inference costs accuracy")
+def sparse_costs(run: RunRecord) -> str | Finding | None:
     """What one active expert costs against the whole mixture."""
     losses = run.best["loss"] if run.best else {}
     if not {"sparse", "soft"} <= set(losses) or run.experts < 2:
@@ -169,63 +189,14 @@ def sparse_costs(run: RunRecord) -> Finding | None:
             "One active expert is enough",
             f"Sparse inference has loss {sparse:.3f}, the full mixture {soft:.3f}: {price}.",
         )
-    return Finding(
-        "warning",
-        "Sparse inference costs accuracy",
+    return (
         f"One active expert has loss {sparse:.3f}, the full mixture {soft:.3f} ({extra:+.0%}). Use top-2 or soft "
-        "routing, or a router that decides (router.warm_start).",
+        "routing, or a router that decides (router.warm_start)."
     )
 
 
-def still_improving(run: RunRecord) -> Finding | None:
-    """The last round was the best, and by more than a trifle."""
-    losses = [event["loss"] for event in run.validations]
-    if run.state != "finished" or len(losses) < 3 or losses[-1] > min(losses):
-        return None
-    gain = (losses[-2] - losses[-1]) / max(losses[-2], 1e-12)
-    if gain < 0.01:
-        return None
-    return Finding(
-        "note",
-        "It was still getting better",
-        f"The last round lowered the validation loss by {gain:.0%}. Go on with `{run.resume} "
-        f"training.rounds={run.completed + max(2, run.completed // 2)}`.",
-    )
-
-
-def went_back(run: RunRecord) -> Finding | None:
-    """The run noticed that it got no better (training.patience)."""
-    if not run.setbacks:
-        return None
-    last = run.setbacks[-1]
-    listed = ", ".join(
-        f"after round {e['round']} to round {e['best_round']}" for e in run.setbacks if not e["ended"]
-    )
-    end = f" It ended early, after round {last['round']}." if last["ended"] else ""
-    return Finding(
-        "note",
-        "The run went back to its best state",
-        f"The validation loss did not fall for {run.config.training.patience} rounds. The run went back {listed}, "
-        f"each time on at half of its rates, {last['pace']:g} of them by now.{end} A lower training.lr may do "
-        "better.",
-    )
-
-
-def overfitting(run: RunRecord) -> Finding | None:
-    """Validation loss well above its best by the end."""
-    losses = [event["loss"] for event in run.validations]
-    if run.setbacks or len(losses) < 3 or losses[-1] < 1.02 * min(losses):
-        return None
-    best = run.validations[losses.index(min(losses))]["round"]
-    return Finding(
-        "note",
-        "Later rounds did harm",
-        f"The validation loss was lowest after round {best} ({min(losses):.3f}) and ended at {losses[-1]:.3f}. "
-        "The best round is what FedWeave serves; fewer rounds or a lower training.lr would save time.",
-    )
-
-
-def worse_than_untouched(run: RunRecord) -> Finding | None:
+@finding("warning", "Some tasks are worse than before training")
+def worse_than_untouched(run: RunRecord) -> str | None:
     """A task that training made worse."""
     bare = run.untouched
     if bare is None or run.best is None:
@@ -235,14 +206,56 @@ def worse_than_untouched(run: RunRecord) -> Finding | None:
     if not worse:
         return None
     listed = ", ".join(f"{run.tasks.get(t, t)} ({bare[t]:.3f} → {trained[t]:.3f})" for t in worse)
-    return Finding(
-        "warning",
-        "Some tasks are worse than before training",
-        f"Loss rose against the untouched model: {listed}. Check that data, or lower training.lr.",
+    return f"Loss rose against the untouched model: {listed}. Check that data, or lower training.lr."
+
+
+@finding("note", "The run went back to its best state")
+def went_back(run: RunRecord) -> str | None:
+    """The run noticed that it got no better (training.patience)."""
+    if not run.setbacks:
+        return None
+    last = run.setbacks[-1]
+    listed = ", ".join(
+        f"after round {e['round']} to round {e['best_round']}" for e in run.setbacks if not e["ended"]
+    )
+    end = f" It ended early, after round {last['round']}." if last["ended"] else ""
+    return (
+        f"The validation loss did not fall for {run.config.training.patience} rounds. The run went back {listed}, "
+        f"each time on at half of its rates, {last['pace']:g} of them by now.{end} A lower training.lr may do "
+        "better."
     )
 
 
-def experts_per_task(run: RunRecord) -> Finding | None:
+@finding("note", "Later rounds did harm")
+def overfitting(run: RunRecord) -> str | None:
+    """Validation loss well above its best by the end."""
+    losses = [event["loss"] for event in run.validations]
+    if run.setbacks or len(losses) < 3 or losses[-1] < 1.02 * min(losses):
+        return None
+    best = run.validations[losses.index(min(losses))]["round"]
+    return (
+        f"The validation loss was lowest after round {best} ({min(losses):.3f}) and ended at {losses[-1]:.3f}. "
+        "The best round is what FedWeave serves; fewer rounds or a lower training.lr would save time."
+    )
+
+
+@finding("note", "It was still getting better")
+def still_improving(run: RunRecord) -> str | None:
+    """The last round was the best, and by more than a trifle."""
+    losses = [event["loss"] for event in run.validations]
+    if run.state != "finished" or len(losses) < 3 or losses[-1] > min(losses):
+        return None
+    gain = (losses[-2] - losses[-1]) / max(losses[-2], 1e-12)
+    if gain < 0.01:
+        return None
+    return (
+        f"The last round lowered the validation loss by {gain:.0%}. Go on with `{run.resume} "
+        f"training.rounds={run.completed + max(2, run.completed // 2)}`."
+    )
+
+
+@finding("note", "Tasks share an expert")
+def experts_per_task(run: RunRecord) -> str | Finding | None:
     """Does every task have an expert of its own?"""
     table = run.best["routing"] if run.best else {}
     if len(table) < 2 or run.experts < 2:
@@ -257,15 +270,14 @@ def experts_per_task(run: RunRecord) -> Finding | None:
         )
     shared = [m for m in set(dominant.values()) if list(dominant.values()).count(m) > 1]
     tasks = [run.tasks.get(t, t) for t, m in dominant.items() if m in shared]
-    return Finding(
-        "note",
-        "Tasks share an expert",
+    return (
         f"{', '.join(tasks)} are mostly answered by expert {', '.join(map(str, shared))}. That is right where "
-        "they are alike, and a sign of mixed buckets where they are not.",
+        "they are alike, and a sign of mixed buckets where they are not."
     )
 
 
-def scattered_kinds(run: RunRecord) -> Finding | None:
+@finding("note", "Kinds whose prompts go to several experts")
+def scattered_kinds(run: RunRecord) -> str | None:
     """Kinds whose prompts go to several experts; needs labels, which only the audit has."""
     decided = run.best.get("decided", {}) if run.best else {}
     scattered = {kind: share for kind, share in decided.items() if share < DECIDED}
@@ -276,46 +288,24 @@ def scattered_kinds(run: RunRecord) -> Finding | None:
         for kind, share in sorted(scattered.items(), key=lambda item: item[1])[:5]
     )
     more = f" and {len(scattered) - 5} more" if len(scattered) > 5 else ""
-    return Finding(
-        "note",
-        "Kinds whose prompts go to several experts",
+    return (
         f"{len(scattered)} of {len(decided)} kinds have less than {DECIDED:.0%} of their prompts sent to one "
         f"expert: {listed}{more}. That is harmless where a shared part carries them (experts.shared_rank), and "
-        "costs accuracy where experts know different things.",
+        "costs accuracy where experts know different things."
     )
 
 
-def one_expert(run: RunRecord) -> Finding | None:
-    """FedWeave without specialisation."""
-    if run.method != "fedweave" or run.discovery is None or run.experts > 1:
-        return None
-    reason = run.discovery.get("alignment_note") or "alignment found no groups"
-    return Finding(
-        "warning",
-        "Only one expert",
-        f"{reason}. With one expert FedWeave is plain federated averaging of one adapter.",
-    )
-
-
-def small_test(run: RunRecord) -> Finding | None:
+@finding("note", "Small test set")
+def small_test(run: RunRecord) -> str | None:
     """Few test examples: small differences mean nothing."""
     tested, tasks = len(run.manifest.get("test", [])), max(1, len(run.tasks))
     each = tested / tasks
     if not tested or each >= 100:
         return None
-    return Finding(
-        "note",
-        "Small test set",
+    return (
         f"About {each:.0f} test examples per task: scores carry an error of about ±{0.5 / math.sqrt(each):.2f}. "
-        "Do not read much into differences below twice that.",
+        "Do not read much into differences below twice that."
     )
-
-
-FINDINGS: tuple[Callable[[RunRecord], Finding | None], ...] = (
-    starving_expert, unused_expert, low_purity, client_that_hurts, refused_answers, experts_at_the_edge,
-    buckets_at_the_edge, faint_alignment, one_expert, undecided_router, sparse_costs, worse_than_untouched,
-    went_back, overfitting, still_improving, experts_per_task, scattered_kinds, small_test,
-)  # fmt: skip
 
 
 def findings(run: RunRecord) -> list[Finding]:

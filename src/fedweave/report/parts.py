@@ -4,21 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from fedweave.description.record import Example
 from fedweave.report.findings import Finding
 from fedweave.report.style import Picture
-
-
-@dataclass
-class ExpertCard:
-    """One expert for people."""
-
-    title: str
-    share: str
-    words: list[str]
-    facts: list[tuple[str, str]]  # (what, figures)
-    typical: list[str]
-    examples: list[Example]
 
 
 @dataclass
@@ -38,7 +25,7 @@ class Section:
     findings: list[Finding] = field(default_factory=list)
     tables: list[Table] = field(default_factory=list)
     pictures: list[Picture] = field(default_factory=list)
-    experts: list[ExpertCard] = field(default_factory=list)
+    experts: list[dict[str, object]] = field(default_factory=list)  # an Expert each, in words
     folded: list[dict[str, str]] = field(default_factory=list)
     missing: list[str] = field(default_factory=list)
     small: bool = False  # three pictures in a row

@@ -7,9 +7,9 @@ import yaml
 
 from fedweave.analysis import worth
 from fedweave.analysis.diagnosis import Diagnosis
-from fedweave.analysis.ledger import spent_rows
+from fedweave.analysis.ledger import spent_table
 from fedweave.analysis.spent import run_costs
-from fedweave.analysis.verdicts import render
+from fedweave.analysis.verdicts import SECTIONS, render
 from fedweave.console import duration, table
 from fedweave.errors import UserError
 from fedweave.json_files import read_json
@@ -47,7 +47,7 @@ def all_sections(groups: Sequence[Group]) -> list[Section]:
         _prompts(lead),
         _routing(groups, lead),
         _inference(groups, lead),
-        _heterogeneity(groups),
+        Section("heterogeneity", "Heterogeneity").show(*tradeoffs.heterogeneity(groups)),
         _theory(lead),
         _costs(groups, lead),
         _what_was_run(groups, lead),
@@ -218,10 +218,6 @@ def _inference(groups: Sequence[Group], lead: RunRecord) -> Section:
     return section
 
 
-def _heterogeneity(groups: Sequence[Group]) -> Section:
-    return Section("heterogeneity", "Heterogeneity").show(*tradeoffs.heterogeneity(groups))
-
-
 def _theory(lead: RunRecord) -> Section:
     section = Section("theory", "The theory at work")
     again = f"`fedweave diagnose {lead.path}` writes it again"
@@ -233,14 +229,7 @@ def _theory(lead: RunRecord) -> Section:
         )
         section.lacks(lead.experts > 1 and lead.elsewhere, f"the paper's theory on this run: {_AT_HOME}")
         return section
-    titles = {
-        "conflict": "Gradient conflict",
-        "contamination": "Contamination",
-        "effective_budget": "Effective budget",
-        "router_paths": "Router paths",
-        "routing_risk": "Routing risk",
-    }
-    section.findings = [Finding(v["level"], titles[v["about"]], v["text"]) for v in found["verdicts"]]
+    section.findings = [Finding(v["level"], SECTIONS[v["about"]].title, v["text"]) for v in found["verdicts"]]
     section.show(theory.contamination(found, lead.tasks), theory.effective_budget(found))
     section.folded.append({"title": "all figures of the diagnosis", "text": render(found)})
     return section
@@ -249,7 +238,7 @@ def _theory(lead: RunRecord) -> Section:
 def _costs(groups: Sequence[Group], lead: RunRecord) -> Section:
     section = Section("costs", "Communication and time")
     try:
-        section.tables.append(Table(["this run", "predicted", "measured", ""], spent_rows(run_costs(lead).spent)))
+        section.tables.append(Table(*spent_table(run_costs(lead).spent)))
     except UserError as error:
         section.missing.append(f"costs: {error}")
     section.show(tradeoffs.loss_for_bytes(groups), tradeoffs.time_spent(lead), tradeoffs.round_times(lead))
@@ -286,31 +275,25 @@ def _what_was_run(groups: Sequence[Group], lead: RunRecord) -> Section:
 def cards(groups: Sequence[Group]) -> list[dict[str, str]]:
     """The few figures that everybody looks for."""
     lead = lead_run(groups)
-    made: list[dict[str, str]] = []
-
-    def card(label: str, value: str | None) -> None:
-        if value is not None:
-            made.append({"label": label, "value": value})
-
-    best, audit = lead.best, lead.audit
+    best, audit, clients = lead.best, lead.audit, lead.clients
+    shown: dict[str, str] = {}
     if best:
-        macro = "macro" if len(lead.tasks) > 1 else next(iter(lead.tasks), "macro")
-        bare = lead.untouched
-        card(
-            "test score" if macro != "macro" else "macro score",
-            f"{best['score'][macro]:.3f}" if "score" in best else None,
-        )
-        card(f"test loss, {best['used']}", f"{best['loss'][best['used']][macro]:.3f}")
-        card("loss of the untouched model", f"{bare[macro]:.3f}" if bare else None)
+        macro, bare = "macro" if len(lead.tasks) > 1 else next(iter(lead.tasks), "macro"), lead.untouched
+        if "score" in best:
+            shown["test score" if macro != "macro" else "macro score"] = f"{best['score'][macro]:.3f}"
+        shown[f"test loss, {best['used']}"] = f"{best['loss'][best['used']][macro]:.3f}"
+        if bare:
+            shown["loss of the untouched model"] = f"{bare[macro]:.3f}"
     elif lead.validations:
-        card("validation loss", f"{lead.validations[-1]['loss']:.3f}")
-    clients = lead.clients
-    buckets = sum(len(c["buckets"]) for c in clients.values())
-    card("buckets → experts", f"{buckets} → {lead.experts}" if clients else None)
-    card("global purity", f"{audit['global']['purity']:.2f}" if audit else None)
-    card("rounds", f"{lead.completed} of {lead.config.training.rounds}")
-    card("clients", str(len(clients or lead.manifest.get("clients", {}))))
-    spent = [event["epsilon"] for event in lead.rounds if "epsilon" in event]
-    card("privacy spent", f"ε {spent[-1]:.2f}" if spent else None)
-    card("time", duration(lead.summary["timing"]["total_s"]) if lead.summary else None)
-    return made
+        shown["validation loss"] = f"{lead.validations[-1]['loss']:.3f}"
+    if clients:
+        shown["buckets → experts"] = f"{sum(len(c['buckets']) for c in clients.values())} → {lead.experts}"
+    if audit:
+        shown["global purity"] = f"{audit['global']['purity']:.2f}"
+    shown["rounds"] = f"{lead.completed} of {lead.config.training.rounds}"
+    shown["clients"] = str(len(clients or lead.manifest.get("clients", {})))
+    if spent := [event["epsilon"] for event in lead.rounds if "epsilon" in event]:
+        shown["privacy spent"] = f"ε {spent[-1]:.2f}"
+    if lead.summary:
+        shown["time"] = duration(lead.summary["timing"]["total_s"])
+    return [{"label": label, "value": value} for label, value in shown.items()]

@@ -21,7 +21,6 @@ from typing import TYPE_CHECKING, TypedDict, cast
 import numpy as np
 
 from fedweave.console import columns_of
-from fedweave.errors import UserError
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -137,14 +136,6 @@ def _settings(salt: str) -> Iterator[None]:
     with matplotlib.rc_context(settings), warnings.catch_warnings():
         warnings.filterwarnings("ignore", message=".*missing from font")  # no font of this machine has it
         yield
-
-
-def require_matplotlib() -> None:
-    try:
-        import jinja2  # noqa: F401
-        import matplotlib  # noqa: F401
-    except ImportError:
-        raise UserError("reports need matplotlib and jinja2: pip install 'fedweave[report]'.") from None
 
 
 def canvas(width: float = 5.4, height: float = 3.5) -> tuple[Figure, Axes]:

@@ -1,7 +1,5 @@
 """The life of a federation: which experts there were in which rounds, who fed them, what happened in between."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 
 from fedweave.events import ChangeEvent

@@ -1,6 +1,6 @@
 """The chapter that says whether it was worth it."""
 
-from fedweave.analysis.worth import CAVEAT, Figure, Worth, answer, kinds, read_worth, rows, verdict
+from fedweave.analysis.worth import CAVEAT, Figure, Worth, answer, kinds, read_worth, rows, value, verdict
 from fedweave.console import table
 from fedweave.report.findings import Finding
 from fedweave.report.parts import Section, Table
@@ -40,14 +40,11 @@ def _by_client(found: Worth, figure: Figure) -> Picture:
     clients = list(found["clients"])
     picture, ax = canvas(height=max(2.2, 1.1 + 0.3 * len(clients)))
     for y, measured in enumerate(found["clients"].values()):
-        values = [one["score"] if figure == "score" else one["loss"] for one in measured.values()]
+        values = [value(one, figure) for one in measured.values()]
         ax.plot([min(values), max(values)], [y, y], color=MUTED, alpha=0.4, linewidth=2)
     names = list(next(iter(found["clients"].values())))
     for i, name in enumerate(names):
-        values = [
-            measured[name]["score"] if figure == "score" else measured[name]["loss"]
-            for measured in found["clients"].values()
-        ]
+        values = [value(measured[name], figure) for measured in found["clients"].values()]
         label = found["method"] if name == "ours" else name
         ax.plot(values, range(len(clients)), _MARKS[name], color=colour(i), markersize=7, label=label)
     named_rows(ax, clients, f"test {figure}")

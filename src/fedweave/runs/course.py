@@ -8,6 +8,7 @@ a run hold its state, so all of them follow what the first one, which measures, 
 
 from collections.abc import Iterator
 from dataclasses import replace
+from itertools import takewhile
 
 from fedweave.events import SetbackEvent
 from fedweave.federation.engines.base import Engine
@@ -26,10 +27,7 @@ def ended(progress: Progress) -> bool:
 
 def rounds_left(progress: Progress, rounds: int) -> Iterator[int]:
     """The rounds still to come."""
-    for t in range(progress.completed, rounds):
-        if ended(progress):
-            return
-        yield t
+    return takewhile(lambda t: not ended(progress), range(progress.completed, rounds))
 
 
 def renew(progress: Progress) -> None:

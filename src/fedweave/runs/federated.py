@@ -1,64 +1,119 @@
-"""A run whose clients are Flower nodes: the same phases, with validation at the sites."""
+"""A run whose clients are Flower nodes: the same phases, with validation at the sites.
+
+Over real sites this process is the ServerApp; the run folder is an ordinary one.
+"""
 
 import math
 import time
 import uuid
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from pathlib import Path
 
+import httpx
 import torch
 from flwr.serverapp import Grid
+from flwr.supercore.run import RunNotRunningException
 
 from fedweave.aggregation.robust import chosen_share
 from fedweave.backbone.features import compute_features
-from fedweave.backbone.load import Backbone, load_backbone
-from fedweave.config import Config
+from fedweave.backbone.load import load_backbone
+from fedweave.config import Config, dump_config
 from fedweave.console import Console
-from fedweave.data.examples import Task
+from fedweave.data.examples import FederatedData
 from fedweave.data.own import read_test
 from fedweave.errors import UserError
-from fedweave.events import ValidationFigures
+from fedweave.events import ValidationEvent
 from fedweave.federation.engines.flower.engine import FlowerEngine, public
+from fedweave.federation.engines.flower.launch import submit
+from fedweave.federation.engines.flower.switches import hush
+from fedweave.federation.engines.flower.tasks import Runtime, server_task
 from fedweave.federation.engines.in_process import InProcessEngine
 from fedweave.federation.evaluate import Loss, overall
 from fedweave.federation.hello import Anatomy
 from fedweave.federation.state import ServerState, broadcast
-from fedweave.json_files import read_json
+from fedweave.files import write_atomic
+from fedweave.json_files import read_json, write_json
 from fedweave.methods import build_method
-from fedweave.runs.folder import Progress, RunFolder
-from fedweave.runs.run import carry_out
-from fedweave.runs.summary import Tester, summarise
-from fedweave.runs.workspace import TestSet
-from fedweave.schema import AnatomyRecord, LabelRecord, Manifest, Summary
+from fedweave.runs.folder import Progress, RunFolder, require_new
+from fedweave.runs.run import RunContext, carry_out
+from fedweave.runs.summary import summarise
+from fedweave.runs.workspace import TestSet, Workspace
+from fedweave.schema import AnatomyRecord, Manifest, Summary
 
 MODEL = "model.json"
+OUTAGE = 30.0  # seconds for which a SuperLink may be away without ending the run
 
 
-def new_manifest(config: Config) -> Manifest:
-    """A deployment's data is not listed anywhere; its sites know the federation by this name."""
-    return {"source": config.data.source, "seed": config.seed, "federation": uuid.uuid4().hex}
+def start(config: Config, output: Path, runtime: Runtime, console: Console) -> Summary:
+    """A new federation, once ``federation.sites`` sites are there."""
+    if config.federation.sites < 1:
+        raise UserError("say how many sites must be there before alignment, as in federation.sites=3.")
+    method = build_method(config)
+    if method.uses_labels or method.gathers:
+        what = "is told every example's kind" if method.uses_labels else "has everybody's data"
+        raise UserError(f"method={config.method} {what}: it runs in simulations only.")
+    require_new(output)
+    _check_files(runtime)
+    # its data is not listed anywhere; its sites know the federation by this name
+    manifest: Manifest = {"source": config.data.source, "seed": config.seed, "federation": uuid.uuid4().hex}
+    run = RunFolder.create(output, config, manifest)
+    with run.session(config):
+        return _execute(run, config, runtime, console)
+
+
+def resume(
+    path: Path, overrides: list[str], runtime: Runtime, console: Console, checkpoint: int | None = None
+) -> Summary:
+    """Continue a federation from the server's newest checkpoint, or from the one of a round that is named; its
+    sites know it by the manifest's name."""
+    run, config = RunFolder.open(path, overrides)
+    if config.data.source != "sites":
+        raise UserError(f"{path} is no run over sites; continue it with `fedweave resume {path}`.")
+    _check_files(runtime)
+    with run.session(config):
+        if (snapshot := run.newest(checkpoint)) is not None:
+            run.go_back(snapshot.meta["completed"])
+        if overrides:
+            write_atomic(path / "config.yaml", dump_config(config))
+        return _execute(run, config, runtime, console)
+
+
+def _execute(run: RunFolder, config: Config, runtime: Runtime, console: Console) -> Summary:
+    hush()
+    tester = load_test(config, console)
+    console.say(f"run folder: {run.path}")
+    try:
+        with server_task(runtime, submit(runtime), OUTAGE) as grid:
+            return federate_over(grid, run, config, console, tester)
+    except (httpx.HTTPError, RunNotRunningException) as error:
+        raise UserError(
+            f"the SuperLink at {runtime.address} is gone ({error or type(error).__name__}); start it again, then "
+            f"`fedweave federate --resume {run.path}` goes on from the last checkpoint."
+        ) from error
+
+
+def _check_files(runtime: Runtime) -> None:
+    for path in (runtime.root_certificates, runtime.secret):
+        if path is not None and not path.is_file():
+            raise UserError(f"there is no file {path}; examples/deployment/make-certificates.sh makes it.")
 
 
 def federate_over(
-    grid: Grid,
-    run: RunFolder,
-    config: Config,
-    console: Console,
-    federation: str,
-    sites: int,
-    tester: Tester | None,
-    settings: Config | None = None,
+    grid: Grid, run: RunFolder, config: Config, console: Console, tester: Workspace | None
 ) -> Summary:
-    """A run over the nodes of ``grid``: a new one once ``sites`` of them are there, or the rest of an old one."""
+    """A run over the nodes of ``grid``: a new one once enough of them are there, or the rest of an old one. In a
+    simulation they are the clients whose data is here."""
     console.spent.clear()
-    started = time.monotonic()
-    engine = FlowerEngine(grid, config, console, federation, settings or public(config))
+    started, real = time.monotonic(), config.data.source == "sites"
+    federation = run.manifest()["federation"] if real else str(run.path.resolve())
+    engine = FlowerEngine(grid, config, console, federation, public(config) if real else config)
     remembered = read_json(run.path / MODEL, AnatomyRecord, "restore it and try again")
     if remembered is not None:
         engine.know(Anatomy.recorded(remembered))
-    elif tester is not None and config.data.source == "sites":
+    elif tester is not None and real:
         engine.know(Anatomy.of(tester.backbone, config.experts.target_modules))
     if run.newest() is None:
-        engine.enrol(sites)
+        engine.enrol(len(tester.data.clients) if tester is not None and not real else config.federation.sites)
     else:
         engine.meet()
     assert engine.model is not None
@@ -66,7 +121,7 @@ def federate_over(
         raise UserError(
             f"the server's {tester.backbone.name} is not the sites' model; name the same files in backbone.model."
         )
-    run.write_json(MODEL, engine.model.record)
+    write_json(run.path / MODEL, engine.model.record)
     return carry_out(run, SitesRun(config, engine, tester), console, started)
 
 
@@ -80,16 +135,16 @@ class Described:
     note: str = ""
 
 
-class SitesRun:
-    """The context of a run whose clients are elsewhere."""
+class SitesRun(RunContext):
+    """The context of a run whose clients are elsewhere, with their labels and features."""
 
-    def __init__(self, config: Config, engine: FlowerEngine, tester: Tester | None):
+    def __init__(self, config: Config, engine: FlowerEngine, tester: Workspace | None):
         self.config, self.engine, self.tester = config, engine, tester
         self.backbone = Described(
             config.backbone.model, engine.model.fingerprint if engine.model else "", engine.device
         )
 
-    def validate(self, state: ServerState, completed: int) -> ValidationFigures:
+    def validate(self, state: ServerState, completed: int) -> ValidationEvent:
         """Every site's loss on its own examples, and their mean over all examples."""
         asked = self.engine.ask(
             build_method(self.config).evaluate, self.engine.members, broadcast(state, completed)
@@ -99,16 +154,12 @@ class SitesRun:
         if not losses:
             self.engine.console.warn("no site measured a validation loss; the last round counts as the best.")
         return {
+            "event": "validation",
+            "round": completed,
             "loss": total.mean if losses else -float(completed),
             "sites": {name: loss.mean for name, loss in sorted(losses.items())},
             "router_entropy": total.mean_entropy if math.isfinite(total.mean_entropy) else None,
         }
-
-    def labels(self) -> LabelRecord:
-        return {}  # sites keep their labels, and their features
-
-    def prompts(self) -> None:
-        return None
 
     def summarise(self, run: RunFolder, progress: Progress, console: Console) -> Summary:
         tester = self.tester if build_method(self.config).served(progress.state) else None
@@ -119,27 +170,15 @@ class SitesRun:
             self.tester.engine.detach()
 
 
-@dataclass
-class ServerTest:
-    """A test set on the server, with a backbone of its own."""
-
-    config: Config
-    backbone: Backbone
-    engine: InProcessEngine
-    test: TestSet
-    tasks: dict[str, Task]
-    notes: list[str]
-    unseen: TestSet | None = None
-    unseen_tasks: dict[str, Task] = field(default_factory=dict)
-
-
-def load_test(config: Config, console: Console) -> ServerTest | None:
-    """The file that ``federation.test`` names; None without one, and then the server loads no model."""
+def load_test(config: Config, console: Console) -> Workspace | None:
+    """The file that ``federation.test`` names, with a backbone of the server's own and no clients; None without
+    one, and then the server loads no model."""
     if config.federation.test is None:
         return None
     rows, tasks, notes = read_test(config, config.federation.test, "federation.test=")
     backbone = load_backbone(config.backbone)
     rows, encoded = backbone.prompts.encode_fitting(rows, config.data.long_answers, console.warn)
     features = compute_features(backbone, [e.prompt for e in encoded], console)
-    engine = InProcessEngine(backbone, [], config, console)
-    return ServerTest(config, backbone, engine, TestSet(rows, encoded, features), tasks, notes)
+    data = FederatedData(clients={}, validation=[], test=rows, tasks=tasks, notes=notes)
+    engine, nothing = InProcessEngine(backbone, [], config, console), TestSet([], [], features[:0])
+    return Workspace(config, data, backbone, engine, nothing, TestSet(rows, encoded, features), None, rows=[])

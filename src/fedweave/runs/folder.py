@@ -55,10 +55,8 @@ class Progress:
         """Where the run stood at a checkpoint."""
         meta, state = snapshot.meta, snapshot.state(layers, device)
         best = state if meta["best_round"] == meta["completed"] else snapshot.best(layers, device)
-        since, setbacks = meta.get("since", meta["best_round"]), meta.get("setbacks", 0)
-        return cls(
-            state, meta["completed"], best, meta["best_round"], meta["best_loss"], meta["seconds"], since, setbacks
-        )
+        spent, since, setbacks = meta["seconds"], meta["since"], meta["setbacks"]
+        return cls(state, meta["completed"], best, meta["best_round"], meta["best_loss"], spent, since, setbacks)
 
 
 class RunFolder:
@@ -120,10 +118,7 @@ class RunFolder:
 
     def changed_data(self, manifest: Manifest, labels: bool = False) -> list[str]:
         """Which rows are not what they were when the run began; labels count where a method is told them."""
-        saved, now = self.manifest(), json.loads(json.dumps(manifest))
-        before: Mapping[str, object] = saved
-        if "fingerprint" in saved:  # earlier versions knew only where rows stood
-            before, now = saved["fingerprint"], now["fingerprint"]
+        before, now = self.manifest().get("fingerprint", {}), manifest.get("fingerprint", {})
         parts = ("clients", "validation", "test", "unseen", *(["labels"] if labels else []))
         return [part for part in parts if before.get(part) != now.get(part)]
 
@@ -162,9 +157,6 @@ class RunFolder:
                 f"{self.metrics} cannot be written ({error.strerror}); free some space and resume."
             ) from None
         self.loggers.event(event)
-
-    def write_json(self, name: str, content: Mapping[str, object], indent: int | None = 1) -> None:
-        write_json(self.path / name, content, indent)
 
     # ---------------------------------------------------------------------------------- checkpoints
 
@@ -248,14 +240,14 @@ class RunFolder:
         meta = snapshot.meta
         self._rewind(meta)
         context.engine.restore(meta["clients"], snapshot.tensors)
-        context.engine.answered.update(meta.get("answered", {}))
+        context.engine.answered.update(meta["answered"])
         return Progress.of(snapshot, context.engine.layers, context.backbone.device)
 
     def _rewind(self, meta: CheckpointMeta) -> None:
         """Forget events logged after the checkpoint: they will happen again."""
         size = meta["metrics_bytes"]
         logged = self.metrics.read_bytes()[:size] if self.metrics.is_file() else b""
-        if len(logged) < size or meta.get("metrics_sha256") not in (None, hashlib.sha256(logged).hexdigest()):
+        if len(logged) < size or meta["metrics_sha256"] != hashlib.sha256(logged).hexdigest():
             raise UserError(
                 f"{self.metrics} is damaged: it is not what was logged until round {meta['completed']}; restore "
                 f"it, or take the model as it is with `fedweave export {self.path} BUNDLE`."

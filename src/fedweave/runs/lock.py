@@ -63,7 +63,7 @@ def alive(process: Holder) -> bool:
     except (ProcessLookupError, OverflowError):
         return False
     except PermissionError:
-        return True
+        pass
     return True
 
 

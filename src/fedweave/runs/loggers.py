@@ -106,7 +106,7 @@ class MLflow:
         self.client.set_terminated(self.run)
 
 
-class Trackio:
+class Trackio(WandB):
     """trackio's own local store; `trackio show --project fedweave`."""
 
     def __init__(self, config: Config, folder: Path, first_step: int):
@@ -118,19 +118,9 @@ class Trackio:
             auto_log_cpu=False,
         )  # fmt: skip
 
-    def log(self, values: dict[str, float], step: int) -> None:
-        self.run.log(values, step=step)
 
-    def close(self) -> None:
-        self.run.finish()
-
-
-LOGGERS: dict[str, tuple[type, str]] = {  # name -> class and the module it needs
-    "tensorboard": (TensorBoard, "tensorboard"),
-    "wandb": (WandB, "wandb"),
-    "mlflow": (MLflow, "mlflow"),
-    "trackio": (Trackio, "trackio"),
-}
+# by the names of their packages
+LOGGERS: dict[str, type] = {"tensorboard": TensorBoard, "wandb": WandB, "mlflow": MLflow, "trackio": Trackio}
 
 
 class Loggers:
@@ -145,15 +135,13 @@ class Loggers:
 
     def test(self, summary: Summary) -> None:
         """The figures at the end, at the best round's step."""
-        best = summary["test"].get("best")
-        if best is None:  # a federation whose server has no test set
-            return
-        values = {f"test/loss/{task}": value for task, value in best["loss"][best["used"]].items()}
-        values |= {f"test/score/{task}": value for task, value in best.get("score", {}).items()}
-        if unseen := summary["test"].get("unseen"):
-            values |= {f"unseen/loss/{task}": value for task, value in unseen["loss"][unseen["used"]].items()}
-            values |= {f"unseen/score/{task}": value for task, value in unseen.get("score", {}).items()}
-        self._each(lambda logger: logger.log(_clean(values), summary["rounds"]))
+        values: dict[str, float] = {}
+        for name, tested in (("test", summary["test"].get("best")), ("unseen", summary["test"].get("unseen"))):
+            if tested:
+                values |= {f"{name}/loss/{task}": value for task, value in tested["loss"][tested["used"]].items()}
+                values |= {f"{name}/score/{task}": value for task, value in tested.get("score", {}).items()}
+        if values:  # none in a federation whose server has no test set
+            self._each(lambda logger: logger.log(_clean(values), summary["rounds"]))
 
     def close(self) -> None:
         self._each(lambda logger: logger.close())
@@ -170,7 +158,7 @@ class Loggers:
 def require_loggers(names: Sequence[str]) -> None:
     """Say before anything long starts that a tracker is not installed."""
     for name in names:
-        if importlib.util.find_spec(LOGGERS[name][1]) is None:
+        if importlib.util.find_spec(name) is None:
             raise UserError(f"loggers=[{name}] needs a package: pip install 'fedweave[{name}]'.")
 
 
@@ -179,7 +167,7 @@ def open_loggers(config: Config, folder: Path, first_step: int, console: Console
     opened = []
     for name in config.loggers:
         try:
-            opened.append((name, LOGGERS[name][0](config, folder, first_step)))
+            opened.append((name, LOGGERS[name](config, folder, first_step)))
         except Exception as error:
             console.warn(f"{name} cannot be used ({first_line(error)}); metrics.jsonl is written as always.")
     return Loggers(opened, console)

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from fedweave.evaluation.audit import alignment_audit, per_task
-from fedweave.events import ChangeFigures, RoundFigures, ValidationFigures
+from fedweave.events import ChangeEvent, RoundEvent, ValidationEvent
 from fedweave.federation.client import Member, examples_of
 from fedweave.federation.news import Change
 from fedweave.federation.rounds import RoundReport
@@ -24,11 +24,13 @@ MAPPED = 1000  # prompts on the map
 AXES = 16  # principal axes kept of each
 
 
-def round_record(report: RoundReport) -> RoundFigures:
+def round_record(report: RoundReport) -> RoundEvent:
     """One round: losses, tokens, upload, and how each client agreed with the others."""
     cosines, receipts = report.agreement.cosines(), report.receipts
     names = {client.index: client.name for client in report.participants}
     return {
+        "event": "round",
+        "round": report.t + 1,
         "train_loss": report.train_loss,
         "tokens": report.tokens,
         "participants": list(names.values()),
@@ -41,9 +43,11 @@ def round_record(report: RoundReport) -> RoundFigures:
     }
 
 
-def change_record(change: Change, state: ServerState, members: Sequence[Member]) -> ChangeFigures:
+def change_record(change: Change, state: ServerState, members: Sequence[Member]) -> ChangeEvent:
     """What changed before a round, and how many examples every expert has from then on."""
     return {
+        "event": "change",
+        "round": change.t + 1,
         "came": change.came,
         "went": change.went,
         "placed": [asdict(bucket) for bucket in change.placed],  # type: ignore[misc]
@@ -59,12 +63,16 @@ def change_record(change: Change, state: ServerState, members: Sequence[Member])
     }
 
 
-def validation_record(losses: torch.Tensor, weights: torch.Tensor, held: TestSet) -> ValidationFigures:
+def validation_record(
+    losses: torch.Tensor, weights: torch.Tensor, held: TestSet, completed: int
+) -> ValidationEvent:
     """Losses [n] by task, and how the router spreads the prompts: its weights are [n, M]."""
     entropy = -(weights.clamp(min=1e-12).log() * weights).sum(1).mean().item()
     experts = weights.shape[1]
     chosen = torch.bincount(weights.argmax(1)[weights.any(1)], minlength=experts) / len(weights)
     return {
+        "event": "validation",
+        "round": completed,
         "loss": losses.mean().item(),
         "tasks": per_task(losses, held.labels),
         "router_entropy": entropy,
@@ -85,13 +93,10 @@ def label_record(workspace: Workspace) -> LabelRecord:
         }
     }
     found = [c.buckets for c in clients], [c.assignment for c in clients]
-    if len(workspace.tasks) > 1:
+    if len(workspace.data.tasks) > 1:
         record["audit"] = alignment_audit(*found, labels)
-    if (
-        1
-        < len({kind for kinds in workspace.client_kinds for kind in kinds})
-        < len({x for own in labels for x in own})
-    ):
+    kinds, tasks = (len({x for own in named for x in own}) for named in (workspace.client_kinds, labels))
+    if 1 < kinds < tasks:
         record["kind_audit"] = alignment_audit(*found, workspace.client_kinds)
     return record
 

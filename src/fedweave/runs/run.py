@@ -1,8 +1,9 @@
 """A whole run: prepare, discover, federate, test. Interrupted anywhere, it goes on where it stopped."""
 
 import time
+from abc import ABC, abstractmethod
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -12,25 +13,24 @@ from fedweave.console import Console
 from fedweave.description.record import read_experts
 from fedweave.errors import UserError
 from fedweave.evaluation.losses import example_losses
-from fedweave.events import ValidationFigures
+from fedweave.events import ValidationEvent
 from fedweave.federation.engines.distributed import world
 from fedweave.federation.private import privacy_figures
 from fedweave.federation.rounds import RoundReport, federate
 from fedweave.federation.state import ServerState
 from fedweave.files import write_atomic
+from fedweave.json_files import write_json
 from fedweave.methods import build_method
-from fedweave.privacy.figures import PrivacyFigures
-from fedweave.runs.continuing import initial_state
 from fedweave.runs.course import BACK, END, ON, agreed, follow, judge, renew, rounds_left, setback, setback_text
 from fedweave.runs.folder import Progress, RunFolder, require_new
 from fedweave.runs.live import LiveProgress
 from fedweave.runs.loggers import open_loggers, require_loggers
 from fedweave.runs.records import change_record, label_record, prompt_map, round_record, validation_record
 from fedweave.runs.summary import peak_memory, served_models, summarise
-from fedweave.runs.testing import answer_scores
+from fedweave.runs.testing import Exam
 from fedweave.runs.text import privacy_text, summary_text
-from fedweave.runs.workspace import Kept, Prepared, Workspace, prepare
-from fedweave.schema import LabelRecord, PromptMap, Summary
+from fedweave.runs.workspace import Kept, Prepared, Workspace, initial_state, prepare
+from fedweave.schema import LabelRecord, PrivacyFigures, PromptMap, Summary
 
 
 def start(config: Config, output: Path, console: Console, kept: Kept | None = None) -> Summary | None:
@@ -106,31 +106,35 @@ def stand_by(path: Path, overrides: list[str], kept: Kept | None) -> None:
     workspace.engine.detach()
 
 
-class RunContext(Protocol):
+class RunContext(ABC):
     """What a run stands on: an engine, and what can be measured beside it."""
 
     config: Config
     backbone: Any  # a Backbone, or as much of one as the server knows: name, fingerprint, device
 
-    @property
-    def engine(self) -> Any: ...
+    engine: Any  # in this process, or Flower's
 
-    def validate(self, state: ServerState, completed: int) -> ValidationFigures:
-        """Validation ``loss`` and what else the log keeps."""
+    @abstractmethod
+    def validate(self, state: ServerState, completed: int) -> ValidationEvent:
+        """Validation ``loss`` and what else the log keeps, after so many rounds."""
 
     def labels(self) -> LabelRecord:
         """What discovery.json adds where somebody has true labels."""
+        return {}
 
     def prompts(self) -> PromptMap | None:
         """A map of prompts for the report, where their features are at hand."""
+        return None
 
+    @abstractmethod
     def summarise(self, run: RunFolder, progress: Progress, console: Console) -> Summary:
         """Everything that summary.json holds, but for the timing."""
 
+    @abstractmethod
     def close(self) -> None: ...
 
 
-class LocalRun:
+class LocalRun(RunContext):
     """The context of a run whose clients are all in this process."""
 
     def __init__(self, workspace: Workspace):
@@ -138,7 +142,7 @@ class LocalRun:
         self.backbone = workspace.backbone
         self._untouched = self.backbone.weights_hash
 
-    def validate(self, state: ServerState, completed: int) -> ValidationFigures:
+    def validate(self, state: ServerState, completed: int) -> ValidationEvent:
         """The plain mean over examples: choosing a round uses no label. Labels only sort the log."""
         held = self.workspace.validation
         losses = torch.zeros(len(held.encoded))
@@ -147,9 +151,10 @@ class LocalRun:
             weights = model.weights(held.features)
             gates = model.experts.gates(weights, build_method(self.config).selection)
             losses += example_losses(self.backbone, held.encoded, model.mixture, model.theta, gates) / len(models)
-        record = validation_record(losses, weights, held)
+        record = validation_record(losses, weights, held, completed)
         if self.config.evaluation.score_rounds:
-            record["scores"] = answer_scores(self.config, self.workspace.tasks, models, held, self.engine.console)
+            exam = Exam(self.config, self.workspace.data.tasks, held, self.engine.console)
+            record["scores"] = exam.scores(models)
         return record
 
     def labels(self) -> LabelRecord:
@@ -219,14 +224,13 @@ def carry_out(run: RunFolder, context: RunContext, console: Console, started: fl
         """Validate, remember the best or go back to it, save."""
         completed, change = report.t + 1, report.change
         if change:
-            changed = change_record(change, state, context.engine.members)
-            run.log({"event": "change", "round": completed, **changed})
-        figures = round_record(report)
+            run.log(change_record(change, state, context.engine.members))
+        event = round_record(report)
         note = "" if report.train_loss is None else f"train loss {report.train_loss:.3f}, "
         if context.config.privacy.level != "none":
-            figures["epsilon"] = _private(context)["spent"]
-            note += f"ε {figures['epsilon']:.2f} spent, "
-        run.log({"event": "round", "round": completed, **figures})
+            event["epsilon"] = _private(context)["spent"]
+            note += f"ε {event['epsilon']:.2f} spent, "
+        run.log(event)
         rounds, every = context.config.training.rounds, context.config.evaluation.every
         progress.state, progress.completed, verdict = state, completed, ON
         if change:
@@ -237,9 +241,9 @@ def carry_out(run: RunFolder, context: RunContext, console: Console, started: fl
             verdict = judge(progress, loss, context.config.training.patience)
         follow(progress, agreed(verdict), context.engine)
         if verdict in (BACK, END):
-            event = setback(progress, verdict)
-            run.log(event)
-            console.warn(setback_text(event, progress.best_loss))
+            back = setback(progress, verdict)
+            run.log(back)
+            console.warn(setback_text(back, progress.best_loss))
         progress.seconds = earlier + time.monotonic() - started
         run.save(context, progress)
         live.round_done()
@@ -260,7 +264,7 @@ def carry_out(run: RunFolder, context: RunContext, console: Console, started: fl
         "phases_s": {label: round(seconds, 2) for label, seconds in console.spent.items()},
         "peak_memory_bytes": peak_memory(context.backbone.device),
     }
-    run.write_json("summary.json", summary)
+    write_json(run.path / "summary.json", summary)
     run.loggers.test(summary)
     run.loggers.close()
     live.finish()
@@ -275,7 +279,7 @@ def _private(context: RunContext) -> PrivacyFigures:
 def _validate(context: RunContext, state: ServerState, run: RunFolder, completed: int) -> float:
     """The validation loss, which is logged."""
     measured = context.validate(state, completed)
-    run.log({"event": "validation", "round": completed, **measured})
+    run.log(measured)
     return measured["loss"]
 
 
@@ -294,9 +298,9 @@ def _record_discovery(run: RunFolder, context: RunContext, state: ServerState, c
             for c in clients
         },
     }
-    run.write_json("discovery.json", record | context.labels())
+    write_json(run.path / "discovery.json", record | context.labels())
     if (prompts := context.prompts()) is not None:
-        run.write_json("embedding.json", prompts, indent=None)
+        write_json(run.path / "embedding.json", prompts, indent=None)
     for client in clients:
         if client.note:
             console.warn(f"client {client.name!r}: {client.note}; it has one bucket.")

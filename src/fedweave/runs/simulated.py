@@ -5,7 +5,7 @@ import os
 from typing import Any
 
 from fedweave.console import Console
-from fedweave.errors import UserError
+from fedweave.errors import UserError, needed
 from fedweave.federation.engines.flower.switches import OUTBOUND_OFF
 from fedweave.methods import build_method
 from fedweave.runs.folder import RunFolder
@@ -17,13 +17,12 @@ def simulate(run: RunFolder, prepared: Prepared, console: Console) -> Summary:
     """The run over as many simulated nodes as there are clients; tested here, where the test set is."""
     for name, value in OUTBOUND_OFF.items():
         os.environ.setdefault(name, value)
-    try:
-        import ray  # noqa: F401
-        from flwr.app import Context
-        from flwr.serverapp import Grid, ServerApp
-        from flwr.simulation import run_simulation
-    except ImportError:
-        raise UserError("engine=flower needs Flower and Ray: pip install 'fedweave[simulation]'.") from None
+    for package in ("flwr", "ray"):
+        needed(package, "engine=flower needs Flower and Ray: pip install 'fedweave[simulation]'.")
+    from flwr.app import Context
+    from flwr.serverapp import Grid, ServerApp
+    from flwr.simulation import run_simulation
+
     from fedweave.runs.client_app import app as client_app
     from fedweave.runs.federated import federate_over
 
@@ -39,11 +38,7 @@ def simulate(run: RunFolder, prepared: Prepared, console: Console) -> Summary:
     @server_app.main()
     def main(grid: Grid, context: Context) -> None:
         try:
-            outcome.append(
-                federate_over(
-                    grid, run, prepared.config, console, str(run.path.resolve()), nodes, workspace, prepared.config
-                )
-            )
+            outcome.append(federate_over(grid, run, prepared.config, console, workspace))
         except Exception as error:  # Flower would end the process; the caller decides
             outcome.append(error)
 
@@ -51,9 +46,8 @@ def simulate(run: RunFolder, prepared: Prepared, console: Console) -> Summary:
     gpus = 1.0 if workspace.backbone.device.type == "cuda" else 0.0
     resources: Any = {"num_cpus": max(1, (os.cpu_count() or 1) // 2), "num_gpus": gpus}
     run_simulation(server_app, client_app, nodes, backend_config={"client_resources": resources})
-    result = (
-        outcome[0] if outcome else UserError("the simulation ended without a result; see Flower's lines above.")
-    )
-    if isinstance(result, Exception):
-        raise result
-    return result
+    if not outcome:
+        raise UserError("the simulation ended without a result; see Flower's lines above.")
+    if isinstance(outcome[0], Exception):
+        raise outcome[0]
+    return outcome[0]

@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import TypedDict
 
 import torch
-from typing_extensions import NotRequired
 
 from fedweave.backbone.catalog import other_weights
 from fedweave.backbone.load import Backbone
@@ -42,7 +41,6 @@ LATER = (
     "federation.fingerprint",
 )
 FREE_KEYS = (*LATER, *PLACES)  # what a resumed run may change
-_EARLIER = (LATER, tuple(key for key in FREE_KEYS if key != "data.fields"))  # in earlier versions
 
 
 class CheckpointMeta(TypedDict):
@@ -52,25 +50,24 @@ class CheckpointMeta(TypedDict):
     best_round: int
     best_loss: float
     seconds: float  # spent so far, over all sessions
-    since: NotRequired[int]  # as in Progress
-    setbacks: NotRequired[int]
-    pace: NotRequired[float]
+    since: int  # as in Progress
+    setbacks: int
+    pace: float
     rank: int
     experts: int
-    shared: NotRequired[int]  # checkpoints of earlier versions lack what is not required
+    shared: int
     router: RouterShape | None
     shares: list[float]
     norms: dict[str, list[float]]
-    doubts: NotRequired[dict[str, int]]
-    answered: NotRequired[dict[str, dict[str, int]]]  # client -> question -> how often it was asked
+    doubts: dict[str, int]
+    answered: dict[str, dict[str, int]]  # client -> question -> how often it was asked
     report: dict[str, object]  # an AlignmentReport
     clients: list[dict[str, object]]  # as they record themselves
     metrics_bytes: int  # length of metrics.jsonl
-    metrics_sha256: NotRequired[str]
-    settings: NotRequired[str]  # a hash of what a resumed run may not change
-    config: NotRequired[str]  # the same, when a run could not move
+    metrics_sha256: str
+    settings: str  # a hash of what a resumed run may not change
     backbone: str  # the fingerprint
-    state_sha256: NotRequired[str]
+    state_sha256: str
 
 
 @dataclass
@@ -83,8 +80,7 @@ class Snapshot:
 
     def check(self, config: Config, backbone: Backbone) -> None:
         """Refuse to mix a checkpoint with another config or another backbone."""
-        known = [config_hash(config, free) for free in (FREE_KEYS, *_EARLIER)]
-        if self.meta.get("settings", self.meta.get("config")) not in known:
+        if self.meta["settings"] != config_hash(config):
             raise UserError(f"checkpoint {self.path} belongs to another config than the run's config.yaml.")
         if self.meta["backbone"] != backbone.fingerprint:
             raise UserError(
@@ -99,7 +95,7 @@ class Snapshot:
         parts = {name: self.tensors.get(f"{prefix}{name}", self.tensors.get(name)) for name in names}
         on_device = {name: t.to(device) for name, t in parts.items() if t is not None}
         meta, theta, phi = self.meta, on_device["theta"], on_device.get("phi")
-        layout = AdapterLayout.of(layers, meta["rank"], meta["experts"], meta.get("shared", 0))
+        layout = AdapterLayout.of(layers, meta["rank"], meta["experts"], meta["shared"])
         router = RouterLayout(**meta["router"]) if meta["router"] else None
         if theta.shape != (layout.size,) or (phi is None if router else phi is not None):
             raise self._damaged()
@@ -111,11 +107,11 @@ class Snapshot:
             theta=theta,
             phi=phi,
             shares=meta["shares"],
-            pace=meta.get("pace", 1.0),
+            pace=meta["pace"],
             private=on_device.get("private"),
             signatures=on_device.get("signatures"),
             norms=meta["norms"],
-            doubts=meta.get("doubts", {}),
+            doubts=meta["doubts"],
             report=meta["report"],
         )
 
@@ -130,14 +126,14 @@ class Snapshot:
         return self.state(layers, device, "best_" if self.meta["best_round"] != self.meta["completed"] else "")
 
 
-def config_hash(config: Config, free: Sequence[str] = FREE_KEYS) -> str:
+def config_hash(config: Config) -> str:
     """A hash over the keys that decide results, where they differ from their defaults: a key that a later version
     adds leaves the runs of an earlier one alone."""
     defaults = flatten(to_tree(Config()))
     changed = {
         key: value
         for key, value in flatten(to_tree(config)).items()
-        if value != defaults[key] and not is_one_of(key, free)
+        if value != defaults[key] and not is_one_of(key, FREE_KEYS)
     }
     return hashlib.sha256(json.dumps(changed, sort_keys=True).encode()).hexdigest()[:32]
 

@@ -6,21 +6,18 @@ import json
 import platform
 import subprocess
 import sys
-from importlib.metadata import PackageNotFoundError, version
+from importlib.metadata import version
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 import torch
 
 import fedweave
-from fedweave.backbone.load import Backbone
 from fedweave.config import Config
 from fedweave.console import Console
-from fedweave.data.examples import Task
 from fedweave.evaluation.audit import per_task
 from fedweave.evaluation.losses import example_losses
 from fedweave.federation.client import Client
-from fedweave.federation.engines.in_process import InProcessEngine
 from fedweave.federation.method import Sizes
 from fedweave.federation.state import ServerState
 from fedweave.files import write_atomic
@@ -32,9 +29,9 @@ from fedweave.runs.course import ended
 from fedweave.runs.describing import describe_at_the_end
 from fedweave.runs.folder import Progress, RunFolder
 from fedweave.runs.reading import read_events
-from fedweave.runs.testing import evaluate_models, routed_models
+from fedweave.runs.testing import Exam, routed_models
 from fedweave.runs.workspace import TestSet, Workspace
-from fedweave.schema import ByTask, Communication, Discovery, Environment, Prediction, Summary, Test, Tested
+from fedweave.schema import ByTask, Communication, Discovery, Environment, Prediction, Summary, Test
 from fedweave.settings import to_tree
 
 if TYPE_CHECKING:
@@ -43,27 +40,8 @@ if TYPE_CHECKING:
 SCHEMA = 1
 
 
-class Tester(Protocol):
-    """A model's backbone and examples to test it on; a workspace is one."""
-
-    config: Config
-    backbone: Backbone
-    engine: InProcessEngine
-    test: TestSet
-    unseen: TestSet | None
-
-    @property
-    def tasks(self) -> dict[str, Task]: ...
-
-    @property
-    def unseen_tasks(self) -> dict[str, Task]: ...
-
-    @property
-    def notes(self) -> list[str]: ...
-
-
 def summarise(
-    run: RunFolder, context: RunContext, tester: Tester | None, progress: Progress, console: Console
+    run: RunFolder, context: RunContext, tester: Workspace | None, progress: Progress, console: Console
 ) -> Summary:
     """Everything that summary.json holds, but for the timing; without a tester there is no test in it."""
     config, clients, backbone = context.config, context.engine.members, context.backbone
@@ -73,8 +51,8 @@ def summarise(
         "schema": SCHEMA,
         "method": config.method,
         "seed": config.seed,
-        "tasks": {name: task.title for name, task in tester.tasks.items()} if tester else {},
-        "notes": [*(tester.notes if tester else []), *([backbone.note] if backbone.note else [])],
+        "tasks": {name: task.title for name, task in tester.data.tasks.items()} if tester else {},
+        "notes": [*(tester.data.notes if tester else []), *([backbone.note] if backbone.note else [])],
         "clients": len(clients),
         "examples": sum(len(c) for c in clients),
         "train_tokens": sum(len(e.ids) for c in here for e in c.data.examples) if here else None,
@@ -95,7 +73,7 @@ def summarise(
         "environment": environment(backbone.device),
     }
     if tester and tester.unseen:
-        summary["unseen_tasks"] = {name: task.title for name, task in tester.unseen_tasks.items()}
+        summary["unseen_tasks"] = {name: task.title for name, task in tester.data.unseen_tasks.items()}
     if ended(progress):
         summary["ended_early"] = True
     if discovery and "kind_audit" in discovery:
@@ -133,7 +111,7 @@ def _communication(run: RunFolder, state: ServerState) -> Communication:
     return figures
 
 
-def _test(run: RunFolder, tester: Tester, progress: Progress, console: Console) -> Test:
+def _test(run: RunFolder, tester: Workspace, progress: Progress, console: Console) -> Test:
     """The bare backbone, the best round, also on unseen tasks, and the last; the best round's answers go to
     predictions.jsonl."""
     test: Test = {}
@@ -143,45 +121,38 @@ def _test(run: RunFolder, tester: Tester, progress: Progress, console: Console) 
         if tester.unseen:
             test["untouched"]["unseen"] = _untouched(tester, tester.unseen, console)
     predictions: list[Prediction] = []
-    test["best"] = _evaluate(tester, progress.best, console, predictions)
-    test["best"]["round"] = progress.best_round
     models = served_models(tester, progress.best)
-    if isinstance(tester, Workspace) and len(models) == 1:  # others have no common experts
+    exam = Exam(tester.config, tester.data.tasks, tester.test, console)
+    test["best"] = exam.of(models, predictions)
+    test["best"]["round"] = progress.best_round
+    if tester.engine.members and len(models) == 1:  # others have no common experts, or no rows here
         describe_at_the_end(run.path, tester, models[0], predictions, progress.best_round)
     if tester.unseen:
-        test["unseen"] = evaluate_models(
-            tester.config, tester.unseen_tasks, models, tester.unseen, console, predictions
-        )
+        unseen = Exam(tester.config, tester.data.unseen_tasks, tester.unseen, console)
+        test["unseen"] = unseen.of(models, predictions)
         test["unseen"]["round"] = progress.best_round
     best, state = progress.best.tensors(), progress.state.tensors()
     back = progress.setbacks and all(torch.equal(own, best[name]) for name, own in state.items())
     if progress.best_round == progress.completed or back:
         test["last"] = test["best"]
     elif tester.config.evaluation.last:
-        test["last"] = _evaluate(tester, progress.state, console)
+        test["last"] = exam.of(served_models(tester, progress.state))
         test["last"]["round"] = progress.completed
     lines = "".join(json.dumps(p, ensure_ascii=False) + "\n" for p in predictions)
     write_atomic(run.path / "predictions.jsonl", lines)
     return test
 
 
-def _untouched(tester: Tester, held: TestSet, console: Console) -> ByTask:
+def _untouched(tester: Workspace, held: TestSet, console: Console) -> ByTask:
     bar = console.progress("test, untouched backbone", len(held.encoded), "examples")
     losses = example_losses(tester.backbone, held.encoded, progress=bar)
     bar.close()
     return per_task(losses, held.labels)
 
 
-def served_models(tester: Tester, state: ServerState) -> list[FedWeaveModel]:
+def served_models(tester: Workspace, state: ServerState) -> list[FedWeaveModel]:
     mixture = tester.engine.compute.mixture(state.layout)
     return routed_models(tester.backbone, mixture, build_method(tester.config), state)
-
-
-def _evaluate(
-    tester: Tester, state: ServerState, console: Console, predictions: list[Prediction] | None = None
-) -> Tested:
-    models = served_models(tester, state)
-    return evaluate_models(tester.config, tester.tasks, models, tester.test, console, predictions)
 
 
 def environment(device: torch.device) -> Environment:
@@ -191,11 +162,7 @@ def environment(device: torch.device) -> Environment:
         "torch": torch.__version__,
         "python": platform.python_version(),
     }
-    for name in ("transformers", "scikit-learn", "numpy", "safetensors"):
-        try:
-            packages[name] = version(name)
-        except PackageNotFoundError:
-            continue
+    packages |= {name: version(name) for name in ("transformers", "scikit-learn", "numpy", "safetensors")}
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else platform.machine()
     return {"versions": packages, "device": f"{device.type}: {name}", "commit": _commit()}
 

@@ -5,8 +5,7 @@ from collections.abc import Mapping
 from fedweave.console import columns_of, shade, table
 from fedweave.description.record import Experts, title
 from fedweave.description.text import words_of
-from fedweave.privacy.figures import PrivacyFigures
-from fedweave.schema import Audit, ByTask, Summary, Tested
+from fedweave.schema import Audit, ByTask, PrivacyFigures, Summary, Tested
 
 AUDIT = ["purity", "NMI", "ARI"]
 FEW_TASKS = 12  # so many have a place each in tables of all of them; of more one reads means

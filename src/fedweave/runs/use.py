@@ -28,7 +28,7 @@ from fedweave.methods import build_method
 from fedweave.runs.folder import RunFolder, elsewhere
 from fedweave.runs.reading import read_run, resume_command
 from fedweave.runs.snapshot import FREE_KEYS, Snapshot, is_one_of
-from fedweave.runs.testing import evaluate_models, routed_models
+from fedweave.runs.testing import Exam, routed_models
 from fedweave.runs.text import results_table
 from fedweave.runs.workspace import TestSet
 from fedweave.schema import Description, Prediction
@@ -221,7 +221,7 @@ def evaluate(
     models[0].backbone.check_answer(config.evaluation.max_new_tokens, "evaluation.max_new_tokens")
     rows, encoded = models[0].backbone.prompts.encode_fitting(examples, config.data.long_answers, console.warn)
     features = compute_features(models[0].backbone, [e.prompt for e in encoded], console)
-    result = evaluate_models(config, tasks, models, TestSet(rows, encoded, features), console, predictions)
+    result = Exam(config, tasks, TestSet(rows, encoded, features), console).of(models, predictions)
     return results_table(result, {name: task.title for name, task in tasks.items()})
 
 

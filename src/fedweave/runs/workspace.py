@@ -1,19 +1,21 @@
 """Everything a run stands on, loaded and checked before anything long starts or anything is written."""
 
 from dataclasses import dataclass, replace
-from typing import Any
+from pathlib import Path
 
 import numpy as np
 import torch
 
+from fedweave.alignment.kept import require_comparable
 from fedweave.backbone.features import cached_features
 from fedweave.backbone.load import Backbone, load_backbone
 from fedweave.backbone.prompts import Encoded
+from fedweave.backbone.targets import spelled_out
 from fedweave.config import BackboneConfig, Config
 from fedweave.console import Console
 from fedweave.data import FederatedData, load_data
 from fedweave.data.clients import ClientWeights
-from fedweave.data.examples import Course, Example, Task
+from fedweave.data.examples import Course, Example
 from fedweave.data.hostile import ON_ROWS
 from fedweave.errors import UserError
 from fedweave.federation.client import Client
@@ -21,6 +23,8 @@ from fedweave.federation.engines.distributed import ShardedEngine, world
 from fedweave.federation.engines.in_process import InProcessEngine
 from fedweave.federation.hostile import boast
 from fedweave.federation.method import Method
+from fedweave.federation.state import ServerState
+from fedweave.router.routed import RoutedExperts
 from fedweave.training.batch import ClientData
 
 
@@ -84,18 +88,6 @@ class Workspace:
     def client_kinds(self) -> list[list[str]]:
         return [[e.kind for e in rows] for rows in self.client_rows]
 
-    @property
-    def tasks(self) -> dict[str, Task]:
-        return self.data.tasks
-
-    @property
-    def unseen_tasks(self) -> dict[str, Task]:
-        return self.data.unseen_tasks
-
-    @property
-    def notes(self) -> list[str]:
-        return self.data.notes
-
     def disclose(self, method: Method) -> None:
         """What an upper bound or a reference is given and a method never is: labels, or all data in one place."""
         if method.uses_labels:
@@ -142,9 +134,7 @@ class Prepared:
     config: Config
     data: FederatedData
     backbone: Backbone
-    groups: list[
-        tuple[list[Example], list[Encoded]]
-    ]  # clients in order, validation, test; unseen, if there are any
+    groups: list[tuple[list[Example], list[Encoded]]]  # clients in order, validation, test, and unseen if any
 
     def build(self, console: Console) -> Workspace:
         """Compute (or recall) the features and set the clients up."""
@@ -195,13 +185,13 @@ def _client(index: int, data: ClientData, rows: list[Example], course: Course | 
     return Client(index, feed.data(0), feed=feed)
 
 
+@dataclass
 class Kept:
     """What the runs of a comparison share: the last backbone and the last prepared data. One of each, because a
     grid over backbones must not hold them all."""
 
-    def __init__(self) -> None:
-        self.backbone: tuple[BackboneConfig, Backbone] | None = None
-        self.prepared: tuple[Any, Prepared] | None = None
+    backbone: tuple[BackboneConfig, Backbone] | None = None
+    prepared: tuple[object, Prepared] | None = None
 
 
 def prepare(config: Config, console: Console, kept: Kept | None = None) -> Prepared:
@@ -251,3 +241,41 @@ def _prepare(config: Config, console: Console, kept: Kept) -> Prepared:
             f"{truncated} prompts exceed backbone.max_length={config.backbone.max_length} and lose their beginning."
         )
     return Prepared(config, data, backbone, groups)
+
+
+def initial_state(config: Config, backbone: Backbone) -> RoutedExperts | None:
+    """``init=BUNDLE``: the bundle's experts and router as the first state of a new federation, once method, model
+    and shapes are those of the config; None without a bundle."""
+    from fedweave.bundle.load import read_experts, read_kept, verify_bundle
+
+    if config.init is None:
+        return None
+    folder = Path(str(config.init)).expanduser()
+    description = verify_bundle(folder)
+    rank = "experts.single_rank" if description["router"] is None else "experts.rank"
+    experts = config.experts
+    layers = backbone.linear_layers(experts.target_modules)
+    wanted = {
+        "method": (config.method, description["method"]),
+        rank: (experts.single_rank if description["router"] is None else experts.rank, description["rank"]),
+        "experts.shared_rank": (experts.shared_rank if description["router"] else 0, description.get("shared", 0)),
+        "experts.alpha": (experts.alpha, description["alpha"]),
+        "experts.span": (experts.span, description.get("span", "all")),
+        "experts.target_modules": (
+            sorted(spelled_out(experts.target_modules, layers)),
+            sorted(description["target_modules"]),
+        ),
+    }
+    for key, (asked, found) in wanted.items():
+        if asked != found:
+            value = f"[{','.join(found)}]" if isinstance(found, list) else f"{found}"
+            raise UserError(f"init={config.init} does not fit {key}={asked}; set {key}={value}, as in the bundle.")
+    found = read_experts(folder, description, backbone, layers)
+    if config.living.notice == "off":
+        return found
+    kept = require_comparable(read_kept(folder, description), config)
+    report = {
+        "own_distances": kept.own, "halfway": kept.halfway, "signed_buckets": kept.buckets,
+        "born": [0] * found.layout.experts,
+    }  # fmt: skip
+    return ServerState(**vars(found), signatures=kept.means.to(found.theta), report=report)

@@ -135,6 +135,8 @@ class StepMemory:
         their gradient at once, with the holes between them."""
         tokens = step.most_tokens
         logits = min(BLOCK_ELEMENTS, step.answers * tokens * self.config.vocab_size) * self.element * (1 + cpu)
+        if checkpointing:  # where logits are made, the layer that runs again has not begun
+            logits -= tokens * self.element * self.layer_numbers(step)
         per_number = 20 + (2 * self.element if self.element < 4 else 0)
         return {
             "clients": float(step.lanes * step.trained * per_number),

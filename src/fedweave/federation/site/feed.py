@@ -4,8 +4,6 @@ Known rows keep their place, their feature and their side of the split; new ones
 What a site needs to find all of it again after a restart stays in its own folder: digests of rows, not the rows.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 from collections.abc import Callable, Sequence

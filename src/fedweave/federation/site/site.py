@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import TypedDict
 
 import torch
-from typing_extensions import NotRequired
 
 import fedweave
 from fedweave.backbone.features import cached_features
@@ -144,7 +143,7 @@ class Remembered(TypedDict):
     """Beside its tensors."""
 
     t: int  # the round
-    pace: NotRequired[float | None]  # and the share of the rates at which it was trained
+    pace: float | None  # and the share of the rates at which it was trained
 
 
 class Models:
@@ -291,7 +290,7 @@ class Site:
                     "the folder to go on without it."
                 ) from None
             remembered = {name: t.to(backbone.device) for name, t in tensors.items()}
-            client.memory.load(remembered, meta["t"], meta.get("pace"))
+            client.memory.load(remembered, meta["t"], meta["pace"])
         engine = InProcessEngine(backbone, [client], config, self.console, travels=True)
         return Session((config, index, federation), method, engine, feed)
 

@@ -96,10 +96,7 @@ class FlowerEngine(Engine):
 
     def restore(self, records: Sequence[dict[str, Any]], tensors: Mapping[str, torch.Tensor]) -> None:
         """The sites of a checkpoint; each is found again when its node says hello."""
-        known = [dict(record) for record in records]
-        for record in known:
-            record.pop("home", None)  # the node, in earlier versions
-        self.members = [RemoteSite(**record) for record in known]
+        self.members = [RemoteSite(**record) for record in records]
         self._online = badges(self.grid)
         for client in self.members:
             if (early := self._waiting.pop(client.name, None)) is not None:  # it was greeted before this was known
@@ -228,10 +225,9 @@ class FlowerEngine(Engine):
         return name
 
     def _take_seat(self, node: int, client: RemoteSite) -> str:
-        """A node that bears a site's name is that site if it has its key, and no other is there. (Checkpoints of
-        earlier versions knew no keys.)"""
+        """A node that bears a site's name is that site if it has its key, and no other is there."""
         key = self._online[node].key
-        if client.node is not None or client.key not in ("", key):
+        if client.node is not None or client.key != key:
             self.console.warn(f"site {client.name} is turned away: {_BOUND if client.node is None else _TAKEN}.")
             return ""
         client.node, client.key = node, key
