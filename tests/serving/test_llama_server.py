@@ -99,7 +99,8 @@ def gateway(model, upstream):
         yield one
 
 
-@pytest.mark.parametrize("family", [name for name in FAMILIES if name not in ("phi3", "smollm3")])
+# of a mistral with a window of 8 tokens, which llama.cpp does not know, a file takes no more than 8
+@pytest.mark.parametrize("family", [name for name in FAMILIES if name not in ("phi3", "smollm3", "mistral")])
 def test_logits_of_backbone_and_experts_are_ours(backbone_of, family, tmp_path):
     """Every layer that may carry an expert, and experts that share a part."""
     backbone = backbone_of(family)
