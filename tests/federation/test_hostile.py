@@ -5,7 +5,7 @@ Each case follows from the seed, so that a failure can be had again; FEDWEAVE_DA
 
 import os
 import random
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 import pytest
@@ -144,3 +144,70 @@ class Round:
             for gone in self.honest
         )
         return float((self.average([*others, told]) - without).norm() / most)
+
+
+# ------------------------------------------------------------------------------------ a liar in a whole federation
+
+Lie = Callable[[Message], Message]
+LIAR, MANY = 1, 100_000
+
+
+def play(config, backbone, lie: Lie | None = None):
+    """(the state after a round, the members, what the operator was told) where one client's answers are lies"""
+    engine, method, said = make_engine(config, backbone), build_method(config), []
+    real, engine.console.warn = engine.answers, said.append
+    engine.members[LIAR].boast = MANY if lie is many_examples else 1
+
+    def spy(step, asked, question):
+        for client, message in real(step, asked, question):
+            yield client, lie(message) if lie and client.index == LIAR else message
+
+    engine.answers = spy
+    state = method.prepare(engine)
+    state, report = one_round(method, engine, state, engine.members, 0)
+    engine.detach()
+    return state, report, engine.members, said
+
+
+def many_examples(message: Message) -> Message:
+    """It says from the start that it has a hundred thousand for each, and then that all are expert 0's, and as near
+    to each other as can be."""
+    facts, tensors = dict(message.facts), message.tensors
+    if facts["step"] in ("relabel", "distances"):
+        facts["counts"] = [MANY * sum(facts["counts"]), *[0 for _ in facts["counts"][1:]]]
+    if facts["step"] == "moments":
+        facts["samples"] *= MANY
+        tensors = {name: MANY * x for name, x in tensors.items()}
+    return Message(tensors, facts)
+
+
+def one_number(message: Message) -> Message:
+    """One number of every vector is as large as its type holds, beside the squares, which look as ever."""
+    tensors = {name: x.clone() for name, x in message.tensors.items()}
+    for x in tensors.values():
+        if x.is_floating_point() and x.numel() > 1:
+            x.view(-1)[1] = torch.finfo(x.dtype).max / 2
+    return Message(tensors, message.facts)
+
+
+def loss_of_a_step(message: Message) -> Message:
+    return Message(
+        message.tensors, message.facts | ({"losses": [1e308, 1e308]} if "losses" in message.facts else {})
+    )
+
+
+@pytest.mark.parametrize("lie", [many_examples, one_number, loss_of_a_step])
+def test_a_liar_before_and_in_the_first_round_costs_itself_alone(lie, config, backbone):
+    config = changed(
+        config, data={"clients": 8, "train": 24}, federation={"rule": "clip", "max_share": 0.2},
+        experts={"labels": "router", "min_share": 0.05, "shared_rank": 8}, training={"local_steps": 2},
+        router={"familiar": 0.9, "gate": "sure"}, alignment={"min_share": 0.05},
+    )  # fmt: skip
+    honest, _, _, told = play(config, backbone)
+    state, report, members, _ = play(config, backbone, lie)
+    assert not told and all(torch.isfinite(x).all() for x in state.tensors().values())
+    assert report.train_loss is not None and 0 < report.train_loss < 100
+    assert state.layout.experts >= honest.layout.experts, "nobody's expert is dropped"
+    features = torch.cat([member.data.features for member in members if member.index != LIAR])
+    known, usual = (s.weights(features).any(1).float().mean() for s in (state, honest))
+    assert abs(known - usual) < 0.25, "what is familiar to the others stays so"

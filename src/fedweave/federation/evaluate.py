@@ -13,13 +13,12 @@ from fedweave.aggregation.robust import capped
 from fedweave.federation.client import OWN, Client
 from fedweave.federation.message import Facts, Message
 from fedweave.federation.state import received
-from fedweave.federation.steps import FIGURE, Answer, Asked, Figure, Summed
+from fedweave.federation.steps import FIGURE, MOST_LOSS, Answer, Asked, Figure, Summed
 
 if TYPE_CHECKING:
     from fedweave.federation.compute import Compute
     from fedweave.federation.method import Method
 
-_MOST = 1e4  # nats: more than any vocabulary can cost
 _PRIVATE = 10.0  # nats: under differential privacy no example counts for more
 _LONGEST = 3.0  # times the median of all sites: a site's mean loss that is believed
 
@@ -89,8 +88,8 @@ class Evaluate(Summed[Loss]):
     def figures(self, asked: Asked) -> dict[str, Figure]:
         most = self.method.config.federation.max_samples
         return {
-            "total": Figure(float, 0, _MOST * most, summed=True, spread=_PRIVATE),
-            "entropy": Figure(float, 0, _MOST * most, summed=True, veil=0.0),
+            "total": Figure(float, 0, MOST_LOSS * most, summed=True, spread=_PRIVATE),
+            "entropy": Figure(float, 0, MOST_LOSS * most, summed=True, veil=0.0),
             "count": Figure(int, 0, most, summed=True, examples=True),
         }
 

@@ -29,6 +29,7 @@ if TYPE_CHECKING:
 
 R = TypeVar("R")
 FIGURE = "figure."  # of a sum: what is no tensor of an answer
+MOST_LOSS = 1e4  # nats: more than any vocabulary can cost
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ import torch
 from fedweave.federation.client import OWN, Client
 from fedweave.federation.message import Facts, Message, Refused
 from fedweave.federation.state import received
-from fedweave.federation.steps import FIGURE, Answer, Asked, Figure, Part, Summed, adam_reach
+from fedweave.federation.steps import FIGURE, MOST_LOSS, Answer, Asked, Figure, Part, Summed, adam_reach
 from fedweave.router.mlp import RouterLayout
 
 if TYPE_CHECKING:
@@ -96,7 +96,7 @@ class Train(Summed[Update]):
         return {
             "samples": Figure(int, 1, examples, examples=True),
             "counts": Figure(int, 0, examples, (experts, experts), summed=True, examples=True),
-            "losses": Figure(float, length=(least, 1_000_000), veil=[]),
+            "losses": Figure(float, -MOST_LOSS, MOST_LOSS, (least, 1_000_000), veil=[]),
             "tokens": Figure(int, 0, 2**53, veil=0),
         }
 
