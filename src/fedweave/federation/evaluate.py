@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -44,8 +44,8 @@ class Loss:
 
 
 def overall(losses: Sequence[Loss], most: float) -> Loss:
-    """The sum over sites, of which none tips the choice of a round alone: a mean beyond a few times the median of
-    all counts as that, and nobody for more than the share ``most`` of all examples."""
+    """The sum over sites: a mean beyond a few times the median of all counts as that, and nobody for more than the
+    share ``most`` of all examples."""
     limit = _LONGEST * float(np.median([loss.mean for loss in losses]))
     shares, count = capped([loss.count for loss in losses], most).tolist(), sum(loss.count for loss in losses)
     counted = [
@@ -53,6 +53,23 @@ def overall(losses: Sequence[Loss], most: float) -> Loss:
         for loss, share in zip(losses, shares, strict=True)
     ]
     return sum(counted, Loss(count=count))
+
+
+class Choice:
+    """Which round is best, where strangers measure it. A site is held against itself at the best round so far, and
+    the middle one of these ratios counts: what a few sites say, and of how many examples, tips nothing."""
+
+    def __init__(self) -> None:
+        self.loss = float("inf")
+        self.sites: dict[str, float] = {}  # their losses at that round
+
+    def follow(self, sites: Mapping[str, float], mean: float) -> float:
+        """The loss of a round: of the first their mean, and from there as far up or down as the median site's."""
+        ratios = [loss / self.sites[name] for name, loss in sites.items() if self.sites.get(name)]
+        loss = self.loss * float(np.median(ratios)) if ratios else mean
+        if loss < self.loss:
+            self.loss, self.sites = loss, dict(sites)
+        return loss
 
 
 class Evaluate(Summed[Loss]):

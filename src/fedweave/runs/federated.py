@@ -6,6 +6,7 @@ Over real sites this process is the ServerApp; the run folder is an ordinary one
 import math
 import time
 import uuid
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -28,13 +29,14 @@ from fedweave.federation.engines.flower.launch import submit
 from fedweave.federation.engines.flower.switches import hush
 from fedweave.federation.engines.flower.tasks import Runtime, server_task
 from fedweave.federation.engines.in_process import InProcessEngine
-from fedweave.federation.evaluate import Loss, overall
+from fedweave.federation.evaluate import Choice, Loss, overall
 from fedweave.federation.hello import Anatomy
 from fedweave.federation.state import ServerState, broadcast
 from fedweave.files import write_atomic
 from fedweave.json_files import read_json, write_json
 from fedweave.methods import build_method
 from fedweave.runs.folder import Progress, RunFolder, require_new
+from fedweave.runs.reading import read_events
 from fedweave.runs.run import RunContext, carry_out
 from fedweave.runs.summary import summarise
 from fedweave.runs.workspace import TestSet, Workspace
@@ -122,7 +124,8 @@ def federate_over(
             f"the server's {tester.backbone.name} is not the sites' model; name the same files in backbone.model."
         )
     write_json(run.path / MODEL, engine.model.record)
-    return carry_out(run, SitesRun(config, engine, tester), console, started)
+    earlier = [event for event in read_events(run.metrics) if event["event"] == "validation"]
+    return carry_out(run, SitesRun(config, engine, tester, earlier), console, started)
 
 
 @dataclass
@@ -138,26 +141,38 @@ class Described:
 class SitesRun(RunContext):
     """The context of a run whose clients are elsewhere, with their labels and features."""
 
-    def __init__(self, config: Config, engine: FlowerEngine, tester: Workspace | None):
-        self.config, self.engine, self.tester = config, engine, tester
+    def __init__(
+        self,
+        config: Config,
+        engine: FlowerEngine,
+        tester: Workspace | None,
+        earlier: Sequence[ValidationEvent] = (),  # of a run that is resumed
+    ):
+        self.config, self.engine, self.tester, self.choice = config, engine, tester, Choice()
+        for event in earlier:
+            if sites := event.get("sites"):
+                self.choice.follow(sites, event["loss"])
         self.backbone = Described(
             config.backbone.model, engine.model.fingerprint if engine.model else "", engine.device
         )
 
     def validate(self, state: ServerState, completed: int) -> ValidationEvent:
-        """Every site's loss on its own examples, and their mean over all examples."""
+        """Every site's loss on its own examples, and their mean over all examples; where a site's weight is its own
+        claim, the mean that follows the median site (:class:`Choice`)."""
         asked = self.engine.ask(
             build_method(self.config).evaluate, self.engine.members, broadcast(state, completed)
         )
         losses = {site.name: loss for site, loss in asked if loss.count}
-        total = overall(list(losses.values()), chosen_share(self.config)) if losses else Loss()
+        most, means = chosen_share(self.config), {name: loss.mean for name, loss in sorted(losses.items())}
+        total = overall(list(losses.values()), most) if losses else Loss()
+        loss = self.choice.follow(means, total.mean) if most < 1 and losses else total.mean
         if not losses:
             self.engine.console.warn("no site measured a validation loss; the last round counts as the best.")
         return {
             "event": "validation",
             "round": completed,
-            "loss": total.mean if losses else -float(completed),
-            "sites": {name: loss.mean for name, loss in sorted(losses.items())},
+            "loss": loss if losses else -float(completed),
+            "sites": means,
             "router_entropy": total.mean_entropy if math.isfinite(total.mean_entropy) else None,
         }
 
