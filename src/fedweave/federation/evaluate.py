@@ -55,21 +55,11 @@ def overall(losses: Sequence[Loss], most: float) -> Loss:
     return sum(counted, Loss(count=count))
 
 
-class Choice:
-    """Which round is best, where strangers measure it. A site is held against itself at the best round so far, and
-    the middle one of these ratios counts: what a few sites say, and of how many examples, tips nothing."""
-
-    def __init__(self) -> None:
-        self.loss = float("inf")
-        self.sites: dict[str, float] = {}  # their losses at that round
-
-    def follow(self, sites: Mapping[str, float], mean: float) -> float:
-        """The loss of a round: of the first their mean, and from there as far up or down as the median site's."""
-        ratios = [loss / self.sites[name] for name, loss in sites.items() if self.sites.get(name)]
-        loss = self.loss * float(np.median(ratios)) if ratios else mean
-        if loss < self.loss:
-            self.loss, self.sites = loss, dict(sites)
-        return loss
+def does_better(now: Mapping[str, float], before: Mapping[str, float]) -> bool | None:
+    """Whether the median site does, each held against its own loss before: what a few sites say, and of how many
+    examples, tips nothing. None where no site was there both times."""
+    ratios = [loss / before[name] for name, loss in now.items() if before.get(name)]
+    return bool(np.median(ratios) < 1) if ratios else None
 
 
 class Evaluate(Summed[Loss]):

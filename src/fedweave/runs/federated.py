@@ -29,7 +29,7 @@ from fedweave.federation.engines.flower.launch import submit
 from fedweave.federation.engines.flower.switches import hush
 from fedweave.federation.engines.flower.tasks import Runtime, server_task
 from fedweave.federation.engines.in_process import InProcessEngine
-from fedweave.federation.evaluate import Choice, Loss, overall
+from fedweave.federation.evaluate import Loss, does_better, overall
 from fedweave.federation.hello import Anatomy
 from fedweave.federation.state import ServerState, broadcast
 from fedweave.files import write_atomic
@@ -148,33 +148,35 @@ class SitesRun(RunContext):
         tester: Workspace | None,
         earlier: Sequence[ValidationEvent] = (),  # of a run that is resumed
     ):
-        self.config, self.engine, self.tester, self.choice = config, engine, tester, Choice()
-        for event in earlier:
-            if sites := event.get("sites"):
-                self.choice.follow(sites, event["loss"])
+        self.config, self.engine, self.tester = config, engine, tester
+        self.measured = {event["round"]: event.get("sites", {}) for event in earlier}
         self.backbone = Described(
             config.backbone.model, engine.model.fingerprint if engine.model else "", engine.device
         )
 
     def validate(self, state: ServerState, completed: int) -> ValidationEvent:
-        """Every site's loss on its own examples, and their mean over all examples; where a site's weight is its own
-        claim, the mean that follows the median site (:class:`Choice`)."""
+        """Every site's loss on its own examples, and their mean over all examples."""
         asked = self.engine.ask(
             build_method(self.config).evaluate, self.engine.members, broadcast(state, completed)
         )
         losses = {site.name: loss for site, loss in asked if loss.count}
-        most, means = chosen_share(self.config), {name: loss.mean for name, loss in sorted(losses.items())}
-        total = overall(list(losses.values()), most) if losses else Loss()
-        loss = self.choice.follow(means, total.mean) if most < 1 and losses else total.mean
+        total = overall(list(losses.values()), chosen_share(self.config)) if losses else Loss()
+        self.measured[completed] = {name: loss.mean for name, loss in sorted(losses.items())}
         if not losses:
             self.engine.console.warn("no site measured a validation loss; the last round counts as the best.")
         return {
             "event": "validation",
             "round": completed,
-            "loss": loss if losses else -float(completed),
-            "sites": means,
+            "loss": total.mean if losses else -float(completed),
+            "sites": self.measured[completed],
             "router_entropy": total.mean_entropy if math.isfinite(total.mean_entropy) else None,
         }
+
+    def better(self, measured: ValidationEvent, progress: Progress) -> bool:
+        """Of strangers the median one decides; a mean is what they say it is."""
+        before = self.measured.get(progress.best_round, {})
+        told = does_better(measured.get("sites", {}), before) if math.isfinite(progress.best_loss) else None
+        return super().better(measured, progress) if told is None or chosen_share(self.config) >= 1 else told
 
     def summarise(self, run: RunFolder, progress: Progress, console: Console) -> Summary:
         tester = self.tester if build_method(self.config).served(progress.state) else None
