@@ -56,7 +56,8 @@ class Living:
         asking = self.config.living.notice == "ask"
         known = state.report.get("asked", {}) if asking else {}
         pending = [m for m in engine.members if apart(m) and known.get(m.name) != [m.sizes[c] for c in apart(m)]]
-        question, heard = broadcast(state, change.t), Receipts()
+        # half of the bytes: the model is needed for figures that people read, not for signatures
+        question, heard = broadcast(state, change.t, torch.bfloat16), Receipts()
         signed = list(engine.ask(self.sign, pending, question, heard)) if pending else []
         change.heard(heard, question)
         signed.sort(key=lambda one: one[0].index)  # the order of arrival decides nothing
