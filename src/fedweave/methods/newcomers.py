@@ -89,8 +89,8 @@ class Sign(Step[Signed]):
 
 
 def apart(member: Member) -> list[int]:
-    """Its buckets that have no expert."""
-    return [c for c, m in enumerate(member.assignment) if m < 0]
+    """Its buckets that have rows and no expert."""
+    return [c for c, (size, m) in enumerate(zip(member.sizes, member.assignment, strict=True)) if size and m < 0]
 
 
 def decide(
