@@ -11,6 +11,10 @@ from fedweave.schema import Summary
 
 KINDS = ("none", "flip", "shout", "claim", "inflate", "labels", "bucket")  # of attacks, as the config lists them
 DEFAULT = "clip"  # the rule of a federation over sites
+BARS = (
+    (0.05, 0.02, DEFAULT),
+    (0.3, 0.05, ""),
+)  # of hostile clients: most that the macro loss may move, under which rule
 _MOST_TASKS = 12  # of a table
 Losses = dict[int, dict[str, float]]  # seed -> task -> loss
 Case = tuple[float, str, str]  # share of hostile clients, attack, rule
@@ -35,12 +39,22 @@ def attack_table(finished: Sequence[tuple[Cell, Summary]]) -> str:
     costs = {case: _moves(found[case], honest[default]) for case in cases}
     tasks = list(next(iter(next(iter(honest.values())).values())))
     tasks = tasks if len(tasks) <= 1 + _MOST_TASKS else ["macro"]
+    worst: dict[tuple[float, str], Case] = {}
+    for case in [case for case in cases if case[1] == "none"] + sorted(attacked, key=lambda c: _mean(moved[c])):
+        worst[case[0], case[2]] = case
     lines = [f"{TITLE} {default} is what sites have unless they say otherwise.", "", *_HEAD]
-    for share, rule in sorted({(case[0], case[2]) for case in cases}, key=lambda row: (row[0], _place(row[1]))):
-        own = [case for case in attacked if case[0] == share and case[2] == rule]
-        worst = max(own, key=lambda case: np.mean(moved[case]["macro"] or [0.0]), default=(share, "none", rule))
-        figures = [_shown(moved.get(worst, {}), "macro"), _shown(costs.get(worst, {}), "macro")]
-        lines.append(f"| {share:.0%} | {rule} | {worst[1]} | {' | '.join(figures)} |")
+    for share, rule in sorted(worst, key=lambda row: (row[0], _place(row[1]))):
+        case = worst[share, rule]
+        figures = [_shown(moved.get(case, {}), "macro"), _shown(costs[case], "macro")]
+        lines.append(f"| {share:.0%} | {rule} | {case[1]} | {' | '.join(figures)} |")
+    lines += ["", "| the bar | at most | worst attack | met |", "|---|---:|---:|---|"]
+    for share, most, named in BARS:
+        rules = {rule: case for (size, rule), case in worst.items() if size == share and named in (rule, "")}
+        if rules:
+            rule = min(rules, key=lambda rule: _mean(moved[rules[rule]]))
+            met = "yes" if _mean(moved[rules[rule]]) <= most else "**no**"
+            title = f"{share:.0%} of the clients against {rule}, {'the default' if named else 'the best rule'}"
+            lines.append(f"| {title} | {most:+.1%} | {_shown(moved[rules[rule]], 'macro')} | {met} |")
     lines += ["", "Every attack and every task, against honest clients with the same rule:", ""]
     lines += [f"| clients | attack | rule | {' | '.join(tasks)} |", f"|---|---|---|{'---:|' * len(tasks)}"]
     for share, kind, rule in attacked:
@@ -102,6 +116,11 @@ def _moves(attacked: Losses, honest: Losses) -> dict[str, list[float]]:
     seeds = [seed for seed in attacked if seed in honest]
     tasks = attacked[seeds[0]] if seeds else {"macro": 0.0}
     return {task: [attacked[seed][task] / honest[seed][task] - 1 for seed in seeds] for task in tasks}
+
+
+def _mean(moves: Mapping[str, list[float]]) -> float:
+    """Of the macro loss; what shares no seed with honest clients has moved by nothing that is known."""
+    return float(np.mean(moves["macro"])) if moves["macro"] else 0.0
 
 
 def _shown(moves: Mapping[str, list[float]], task: str) -> str:
