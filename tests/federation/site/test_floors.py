@@ -37,13 +37,17 @@ def question(config, step: str = "train", t: int = 0) -> Message:
         (Floors(steps=5), {"router": {"warm_start": {"steps": 1}}}, "warm", "floors.steps is 5"),
         (Floors(secure=True), {}, "train", "no secure aggregation, which this site's floors.secure asks for"),
         (Floors(level="example"), {}, "discover", "privacy.level is none, this site's floors.level example"),
+        (
+            Floors(), {"privacy": {"level": "client", "delta": 0.1}, "discovery": {"max_buckets": 1, "sketch": 4}},
+            "train", "privacy.delta is 0.1, this site's floors.delta 1e-05",
+        ),
     ],
 )  # fmt: skip
 def test_a_question_below_a_floor_is_refused(floors, settings, step, words, config):
     with pytest.raises(UserError) as refusal:
         check_question(floors, changed(config, **settings), question(config, step, t=1))
     assert words in str(refusal.value)
-    check_question(Floors(batch=1, clip=0.0), changed(config, **settings), question(config, step))
+    check_question(Floors(batch=1, clip=0.0, delta=1.0), changed(config, **settings), question(config, step))
 
 
 def test_a_bucket_below_the_floor_is_not_signed():

@@ -37,6 +37,10 @@ def check_question(floors: Floors, config: Config, question: Message) -> None:
         raise Declined(
             f"the federation's privacy.level is {private.level}, this site's floors.level {floors.level}"
         )
+    if private.level != "none" and private.delta > floors.delta:
+        raise Declined(
+            f"the federation's privacy.delta is {private.delta:g}, this site's floors.delta {floors.delta:g}"
+        )
 
 
 def check_model(floors: Floors, fingerprint: str) -> None:

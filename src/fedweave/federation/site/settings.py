@@ -69,6 +69,7 @@ class Floors:
     epsilon: float = setting(
         1e6, "Most that all federations of this site may spend together, each its privacy.epsilon.", low=0.0
     )
+    delta: float = setting(1e-5, "Largest privacy.delta of a federation with noise.", low=0.0, high=1.0)
     questions: tuple[str, ...] = setting(
         (), "The questions that are answered, as in [hello, train]; all when empty."
     )
