@@ -62,6 +62,9 @@ RULES: dict[str, Rule] = {
 }  # fmt: skip
 
 
+FOR_STRANGERS = "clip"  # the default over sites
+
+
 def capped(weights: Sequence[float], most: float) -> torch.Tensor:
     """Weights as shares of which none is above ``most``, or all alike where that cannot be; the surplus goes to
     the others in proportion."""
@@ -139,7 +142,7 @@ class RobustExperts:
 def chosen_rule(config: Config) -> str:
     """auto: strangers are not believed at any length, clients of this process are."""
     rule = config.federation.rule
-    return rule if rule != "auto" else "clip" if _strangers(config) else "mean"
+    return rule if rule != "auto" else FOR_STRANGERS if _strangers(config) else "mean"
 
 
 def chosen_share(config: Config) -> float:

@@ -5,16 +5,13 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from fedweave.aggregation.robust import RULES, chosen_rule
+from fedweave.aggregation.robust import FOR_STRANGERS, RULES, chosen_rule
 from fedweave.compare.grid import Cell
 from fedweave.schema import Summary
 
 KINDS = ("none", "flip", "shout", "claim", "inflate", "labels", "bucket")  # of attacks, as the config lists them
-DEFAULT = "clip"  # the rule of a federation over sites
-BARS = (
-    (0.05, 0.02, DEFAULT),
-    (0.3, 0.05, ""),
-)  # of hostile clients: most that the macro loss may move, under which rule
+# hostile clients, the most by which they may move the macro loss, and under which rule; none: the best
+BARS = ((0.05, 0.02, FOR_STRANGERS), (0.3, 0.05, ""))
 _MOST_TASKS = 12  # of a table
 Losses = dict[int, dict[str, float]]  # seed -> task -> loss
 Case = tuple[float, str, str]  # share of hostile clients, attack, rule
@@ -34,7 +31,7 @@ def attack_table(finished: Sequence[tuple[Cell, Summary]]) -> str:
     attacked = [case for case in cases if case[1] != "none" and case[2] in honest]
     if not attacked:
         return ""
-    default = DEFAULT if DEFAULT in honest else next(iter(honest))
+    default = FOR_STRANGERS if FOR_STRANGERS in honest else next(iter(honest))
     moved = {case: _moves(found[case], honest[case[2]]) for case in attacked}
     costs = {case: _moves(found[case], honest[default]) for case in cases}
     tasks = list(next(iter(next(iter(honest.values())).values())))
