@@ -11,7 +11,7 @@ import torch
 
 from fedweave.aggregation.robust import capped
 from fedweave.federation.client import OWN, Client
-from fedweave.federation.message import Facts, Message
+from fedweave.federation.message import Facts, Message, Refused
 from fedweave.federation.state import received
 from fedweave.federation.steps import FIGURE, MOST_LOSS, Answer, Asked, Figure, Summed
 
@@ -108,6 +108,9 @@ class Evaluate(Summed[Loss]):
 
     def read_total(self, asked: Asked, totals: dict[str, torch.Tensor], clients: int) -> Loss:
         total, entropy, count = (float(totals[FIGURE + name]) for name in ("total", "entropy", "count"))
+        noised = self.method.config.privacy.level != "none"
+        if not noised and not (0 <= total <= MOST_LOSS * count and 0 <= entropy <= MOST_LOSS * count):
+            raise Refused("its losses are of no examples")
         return Loss(total, entropy, round(count))
 
     def read(self, asked: Asked, parts: dict[str, torch.Tensor], figures: Facts) -> Loss:
