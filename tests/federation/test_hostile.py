@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import pytest
 import torch
 
-from fedweave.aggregation.robust import client_average, expert_average
+from fedweave.aggregation.robust import client_average, expert_average, usual_length
 from fedweave.federation.admission import Door, Receipts
 from fedweave.federation.message import Message
 from fedweave.federation.rounds import one_round
@@ -165,7 +165,8 @@ class Averages:
         for start in told.values():
             for m, adapter, buckets in start:
                 means.setdefault(m, client_average(len(first), device, self.config)).add(adapter - first, buckets)
-        return [torch.stack([mean.step() for mean in means.values()]).sum(0)]
+        usual = usual_length(means.values())
+        return [torch.stack([mean.step(usual) for mean in means.values()]).sum(0)]
 
     def effect(self, reply: Reply, told: object) -> float:
         """How far it moves the model, as a multiple of the farthest that an honest client does."""
