@@ -207,7 +207,7 @@ def test_a_router_that_takes_prompts_for_strange_learns_the_new_ones(living, bac
 
 @pytest.mark.parametrize("familiar", [0.95, 1.0])
 def test_a_kind_whose_prompts_are_strange_is_new_though_signatures_do_not_say_so(living, backbone, familiar):
-    """No signature can lie beyond a limit of 2. Only a router that knows familiar prompts sees that these are not."""
+    """No signature lies beyond a limit of 2. Only a router that knows familiar prompts sees what is strange."""
     config = changed(
         living, router={"training": "chosen", "familiar": familiar}, experts={"labels": "router", "start": "zero"}
     )
