@@ -89,6 +89,7 @@ class News(Step[Told]):
             came, went = client.catch_up(question.facts["t"])
             if came or went:
                 compute.adapters = None  # they are known by their buckets' numbers
+            client.let_go()
             if len(client.waiting):
                 self.method.group(compute, client)
             filled = [c for c, bucket in enumerate(client.buckets) if len(bucket)]
