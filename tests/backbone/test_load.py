@@ -11,7 +11,8 @@ from transformers import AutoModelForCausalLM
 
 from fedweave.backbone import catalog
 from fedweave.backbone.announced import check_room
-from fedweave.backbone.load import load_backbone, pick_device, pick_dtype
+from fedweave.backbone.device import pick_device, pick_dtype
+from fedweave.backbone.load import load_backbone
 from fedweave.backbone.packing import pack
 from fedweave.backbone.weights import weights_hash
 from fedweave.config import BackboneConfig

@@ -12,7 +12,7 @@ from torch import Tensor
 from fedweave.kernels import Context, fused, tl, triton
 from fedweave.kernels.frozen import Weight, back, times
 
-BLOCK_ELEMENTS = {"cpu": 1 << 24, "cuda": 1 << 28}  # logits of one block: 64 MiB and 1 GiB in float32
+BLOCK_ELEMENTS = {"cpu": 1 << 23, "cuda": 1 << 28}  # logits of one block: 32 MiB and 1 GiB in float32
 _BLOCK = 4096
 
 

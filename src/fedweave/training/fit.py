@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+from fedweave.backbone.device import processes_on
 from fedweave.backbone.load import Backbone
 from fedweave.config import TrainingConfig
 from fedweave.experts.layout import AdapterLayout
@@ -60,7 +61,7 @@ def lanes_that_fit(
             return Fit(int(asked), f"training.clients_per_step={asked}", again)
         limit = cpu_tokens(memory.token_bytes(again), backbone.quantised)
         return Fit(cpu_lanes(len(lanes), one.tokens, limit), f"{limit} tokens in a step", again)
-    free, _ = torch.cuda.mem_get_info(backbone.device)
+    free = torch.cuda.mem_get_info(backbone.device)[0] // processes_on(backbone.device)
     free += torch.cuda.memory_reserved(backbone.device) - torch.cuda.memory_allocated(backbone.device)
     if not backbone.quantised:
         free -= int(memory.rounded(training.fp8))  # which the first step makes
