@@ -6,6 +6,7 @@ from itertools import count
 import pytest
 
 from benchmarks.drift_picture import ARMS, draw
+from fedweave.compare.bar import BAR, CONTROL, NOTICES, STILL, TOLD, UNAWARE, row_of
 from fedweave.compare.grid import cells, load_comparison
 from fedweave.compare.life import noticed
 from fedweave.data.sample import make_sample
@@ -31,6 +32,29 @@ def test_the_cells_of_the_study(tmp_path):
 )
 def test_an_opening_is_the_notice_of_one_kind_that_came_before_it(opened, late):
     assert noticed({"a": 10, "b": 12}, opened) == late
+
+
+def one_seed(late=1.0, without=0.0, opened=0.0, new=1.0, old=1.0, sent=1.0) -> dict[str, dict[str, float]]:
+    """The figures of five arms, of which those of the arm that notices and of the control are given."""
+    loss, kept = "loss, new kinds after 5 rounds", "loss, kinds that stayed"
+    ours = {"new kinds without one": without, "rounds until noticed, at most": late, loss: new, kept: old}
+    return {
+        NOTICES: ours | {"bytes": sent}, CONTROL: {"experts opened": opened}, TOLD: {loss: 1.0},
+        STILL: {kept: 1.0, "bytes": 1.0}, UNAWARE: {"bytes": 1.0},
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("demand", range(len(BAR)))
+def test_the_bar_is_met_at_its_limit_in_every_seed_and_not_beyond(demand):
+    at_it = one_seed(late=2, new=1.0199, old=1.0049, sent=1.0999)
+    beyond = one_seed(late=3, opened=1, new=1.0201, old=1.0051, sent=1.1001)
+    assert row_of(BAR[demand], [at_it, at_it]).endswith(" yes |")
+    assert row_of(BAR[demand], [at_it, beyond, at_it]).endswith(" **no**, in 2 of 3 seeds |")
+    assert row_of(BAR[demand], [at_it, {NOTICES: {}}]).endswith(" not measured in every seed |")
+
+
+def test_a_kind_without_an_expert_was_never_noticed():
+    assert "| never |" in row_of(BAR[0], [one_seed(late=0, without=1)])
 
 
 def write_kinds(folder, tasks, rows: int) -> None:
@@ -61,10 +85,20 @@ def test_the_study_on_a_tiny_model(tmp_path, small, says):
     table = says("compare", "drift", *quick, "--output", tmp_path / "drift")
     rows = [line for line in table.splitlines() if line.startswith(("| drift, ", "| control, ", "| still, "))]
     assert "new kinds without one" in table and len(rows) == 6
+    demands = [line.split(" | ") for line in table.splitlines() if any(f"| {x.title} |" in line for x in BAR)]
+    assert len(demands) == len(BAR)
+    # thirteen rounds are too short for one figure; all others are there
+    assert ["after 5 rounds" in cells[0] for cells in demands] == ["–" in cells for cells in demands]
     courses = json.loads((tmp_path / "drift" / "course.json").read_text())
     came = {c["title"]: sorted(c["came"].values()) for c in courses}
     assert came["drift, fedweave, open"] == [10, 12] and came["still, fedweave, open"] == []
     assert all(set(c["old"]) == set(map(str, range(14))) for c in courses if c["title"].startswith("drift"))
+    before = {
+        c["title"]: [c["old"][str(t)] for t in range(10)]
+        for c in courses
+        if c["title"] in (NOTICES, UNAWARE, STILL)
+    }
+    assert before[NOTICES] == before[UNAWARE] == before[STILL]  # until something comes they are one run
     assert set(ARMS) == {c["title"] for c in courses} - {"control, fedweave, open"}
     draw(tmp_path / "drift" / "course.json", tmp_path / "drift.svg")
     assert "an oracle that is told" in (tmp_path / "drift.svg").read_text()

@@ -157,6 +157,19 @@ def test_asked_the_operator_decides(living, backbone, training):
     engine.detach()
 
 
+def test_nobody_is_asked_about_an_expert_that_cannot_open(living, backbone):
+    """With ask as with open: where there is no room for another, what is far joins the nearest."""
+    placed = {}
+    for notice in ("open", "ask"):
+        full = changed(living, living={"notice": notice}, alignment={"max_experts": 2})
+        engine, method = federation(full, backbone)
+        _, change = method.live(engine, method.prepare(engine), 1)
+        engine.detach()
+        assert any(bucket.distance > change.limit for bucket in change.placed)
+        placed[notice] = [bucket.expert for bucket in change.placed]
+    assert placed["ask"] == placed["open"] and min(placed["ask"]) >= 0
+
+
 def test_few_rows_wait_for_more(living, backbone):
     patient = changed(living, living={"least": 1000})
     engine, method = federation(patient, backbone)
@@ -192,12 +205,27 @@ def test_a_router_that_takes_prompts_for_strange_learns_the_new_ones(living, bac
     assert final.layout.experts == opened.layout.experts and len(report) == 1
 
 
+@pytest.mark.parametrize("familiar", [0.95, 1.0])
+def test_a_kind_whose_prompts_are_strange_is_new_though_signatures_do_not_say_so(living, backbone, familiar):
+    """No signature lies beyond a limit of 2. Only a router that knows familiar prompts sees what is strange."""
+    config = changed(
+        living, router={"training": "chosen", "familiar": familiar}, experts={"labels": "router", "start": "zero"}
+    )
+    engine, method = federation(config, backbone)
+    state = method.prepare(engine)
+    _, change = method.live(engine, replace(state, report=state.report | {"halfway": 2.0}), 1)
+    engine.detach()
+    assert change.limit == 2.0 and change.placed
+    assert bool(change.opened) == (familiar < 1) == any(bucket.strange > 0.5 for bucket in change.placed)
+
+
 # -------------------------------------------------------------------------------------- merging and closing
 
 
 def test_two_experts_that_are_alike_become_their_mean(living, backbone):
     """An expert that opened is given the signature of another: both close, and their mean opens."""
-    engine, method = federation(changed(living, living={"merge": True}), backbone)
+    strict = changed(living, living={"merge": True}, router={"training": "chosen", "familiar": 0.95})
+    engine, method = federation(strict, backbone)
     state, _ = method.live(engine, method.prepare(engine), 1)
     last, fed = state.layout.experts - 1, examples_of(engine.members, state.layout.experts)
     state.signatures[last] = state.signatures[0] / state.signatures[0].norm()
@@ -210,6 +238,8 @@ def test_two_experts_that_are_alike_become_their_mean(living, backbone):
     assert feeding == [*fed[1:last], fed[0] + fed[last]]
     mean = (fed[0] * before[0] + fed[last] * before[last]) / (fed[0] + fed[last])
     torch.testing.assert_close(after[-1], mean)
+    known = [s.phi[0][s.router.trained.size :] for s in (state, merged)]
+    assert merged.router.axes and torch.equal(*known), "what is familiar stays so"
     assert len(merged.signatures) == len(merged.report["born"]) == len(merged.report["signed_buckets"]) == last
     federate(method, engine, merged, range(3, 4), lambda state, report: None)
     engine.detach()
@@ -234,3 +264,38 @@ def test_an_expert_that_nobody_feeds_is_retired_where_that_is_asked_for(living, 
     assert all(torch.equal(old, new) for old, new in zip(kept, state.layout.unstack(state.theta), strict=True))
     assert state.router.experts == len(state.signatures) == experts - 1
     assert all(max(client.assignment) < experts - 1 for client in engine.members)
+
+
+class Leaving:
+    """A client whose rows are gone in rounds 1 to 3, and back from round 4 on."""
+
+    def __init__(self, client: Client):
+        self.everything = client.data
+
+    def version(self, t: int) -> int:
+        return (t > 0) + (t > 3)
+
+    def data(self, version: int):
+        return self.everything.part(np.arange(0 if version == 1 else len(self.everything)))
+
+
+def test_rows_that_return_after_their_expert_has_closed_open_it_again(living, backbone):
+    """The only client with sums loses them, and waits without any row until they are back."""
+    engine = make_engine(changed(living, living={"retire": 1}), backbone)
+    for client in engine.members:
+        texts = [backbone.tokenizer.decode(e.ids) for e in client.data.examples]
+        client.data = client.data.part(np.flatnonzero([("finds" in text) == (client.index == 2) for text in texts]))
+    owner = engine.members[2]
+    owner.feed = Leaving(owner)
+    method = build_method(engine.config)
+    reports = []
+    state = method.prepare(engine)
+    alone = set(owner.assignment) - {m for client in engine.members[:2] for m in client.assignment}
+    federate(method, engine, state, range(6), lambda _, report: reports.append(report))
+    engine.detach()
+    changes = [report.change for report in reports]
+    assert alone and [set(change.retired) for change in changes] == [set(), set(), alone, set(), set(), set()]
+    assert [owner.name in {p.name for p in report.participants} for report in reports] == [True] + 3 * [
+        False
+    ] + 2 * [True]
+    assert changes[4].came == {owner.name: len(owner.data)} and changes[4].opened

@@ -5,6 +5,7 @@ import os
 from collections.abc import Sequence
 from pathlib import Path
 
+from fedweave.compare.bar import bar_table
 from fedweave.compare.grid import Cell, Comparison, Outcome, Runner, cells, load_comparison
 from fedweave.compare.hostile import attack_table
 from fedweave.compare.life import life_courses, life_table
@@ -88,7 +89,8 @@ def _write(comparison: Comparison, outcome: Outcome, output: Path, console: Cons
         )
     parts = _parts(finished, comparison.tables)
     text += "\n".join(f"### {name}\n\n{markdown(part)}" if name else markdown(part) for name, part in parts.items())
-    for more in (life_table(outcome.finished, outcome.folders), attack_table(outcome.finished)):
+    told = outcome.finished, outcome.folders
+    for more in (life_table(*told), bar_table(*told), attack_table(outcome.finished)):
         text += f"\n{more}" if more else ""
     output.mkdir(parents=True, exist_ok=True)  # all of its cells may stand elsewhere
     if courses := life_courses(outcome.finished, outcome.folders):

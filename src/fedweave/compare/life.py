@@ -21,7 +21,7 @@ def life_table(finished: Sequence[tuple[Cell, Summary]], folders: Sequence[Path]
     rows: dict[str, list[dict[str, float]]] = {}
     for (cell, summary), folder in zip(finished, folders, strict=True):
         if cell.config.data.changes:
-            rows.setdefault(_title(cell), []).append(figures(read_run(folder), summary))
+            rows.setdefault(arm_of(cell), []).append(figures(read_run(folder), summary))
     if not rows:
         return ""
     names = list(dict.fromkeys(name for found in rows.values() for one in found for name in one))
@@ -39,7 +39,7 @@ def life_courses(finished: Sequence[tuple[Cell, Summary]], folders: Sequence[Pat
             came, stayed = kinds(run)
             losses = {e["round"]: e.get("tasks", {}) for e in run.validations}
             found.append({
-                "title": _title(cell), "seed": cell.config.seed, "came": came,
+                "title": arm_of(cell), "seed": cell.config.seed, "came": came,
                 "opened": [event["round"] for event in run.changes for _ in event["opened"]],
                 "new": {kind: {t: tasks[kind] for t, tasks in losses.items()} for kind in came},
                 "old": {t: float(np.mean([tasks[kind] for kind in stayed])) for t, tasks in losses.items()},
@@ -47,7 +47,8 @@ def life_courses(finished: Sequence[tuple[Cell, Summary]], folders: Sequence[Pat
     return found
 
 
-def _title(cell: Cell) -> str:
+def arm_of(cell: Cell) -> str:
+    """What a cell is, whatever its seed."""
     return ", ".join(str(value) for key, value in cell.values.items() if key != "seed")
 
 
@@ -66,10 +67,11 @@ def figures(run: RunRecord, summary: Summary) -> dict[str, float]:
     last = losses[max(losses)]
     opened = [event["round"] for event in run.changes for _ in event["opened"]]
     late = noticed(came, opened)
-    traffic: Mapping[str, int] = summary["communication"]  # type: ignore[assignment]
+    traffic = _traffic(summary)
     between = traffic.get("changes_up", 0) + traffic.get("changes_down", 0)
     found = {"experts opened": float(len(opened)), "of these for nothing": float(len(opened) - len(late))}
-    if came:
+    notices = run.config.living.notice != "off"
+    if came and notices:
         found["new kinds without one"] = float(len(came) - len(late))
     if late:
         found["rounds until noticed, at most"] = float(max(late))
@@ -81,14 +83,24 @@ def figures(run: RunRecord, summary: Summary) -> dict[str, float]:
         best = summary["test"].get("best")
         if best and opened:  # of the experts that are there in the end
             born = np.array(run.changes[-1]["born"]) > 0
-            told = [
-                np.array(best["top1"][kind])[born].sum() for kind in came if len(best["top1"][kind]) == len(born)
-            ]
-            found["new prompts to new experts"] = float(np.mean(told)) if told else np.nan
+            top1 = {kind: np.array(shares) for kind, shares in best["top1"].items() if len(shares) == len(born)}
+            for name, those in (("new prompts to new experts", came), ("other prompts to new experts", stayed)):
+                found[name] = float(np.mean([top1[kind][born].sum() for kind in those])) if top1 else np.nan
     found["loss, kinds that stayed"] = float(np.mean([last[kind] for kind in stayed]))
     found["MB in rounds"] = (traffic["rounds_up"] + traffic["rounds_down"]) / 1e6
     found["bytes between rounds"] = between / max(1, traffic["rounds_up"] + traffic["rounds_down"])
     return found
+
+
+def _traffic(summary: Summary) -> Mapping[str, int]:
+    traffic: Mapping[str, int] = summary["communication"]  # type: ignore[assignment]
+    return traffic
+
+
+def total_bytes(summary: Summary) -> float:
+    """All that travelled, in both directions: before round 1, in rounds and between them."""
+    when = ("before", "rounds", "changes")
+    return float(sum(_traffic(summary).get(f"{name}_{way}", 0) for name in when for way in ("up", "down")))
 
 
 def noticed(came: Mapping[str, int], opened: Sequence[int]) -> list[int]:
@@ -106,6 +118,6 @@ def _shown(found: Sequence[dict[str, float]], name: str) -> str:
     if not values:
         return "–"
     mean = float(np.max(values) if name.endswith("at most") else np.mean(values))
-    if name.startswith(("bytes", "new prompts")):
+    if name.startswith(("bytes", "new prompts", "other prompts")):
         return f"{mean:.1%}"
     return f"{mean:.3f}" if name.startswith("loss") else f"{mean:.4g}"

@@ -45,6 +45,7 @@ class Placed:
     loss: float  # under the expert that the router picks
     usual: float  # loss of the client's other rows under theirs
     doubt: float  # of the router: 1 - its largest weight
+    strange: float  # share of its prompts that are like none before
 
 
 @dataclass

@@ -11,7 +11,7 @@ from dataclasses import replace
 import torch
 
 from fedweave.alignment.align import expert_distances
-from fedweave.alignment.novelty import alike, novelty_limit
+from fedweave.alignment.novelty import alike, novel, novelty_limit
 from fedweave.config import Config
 from fedweave.errors import UserError
 from fedweave.federation.admission import Receipts
@@ -56,7 +56,8 @@ class Living:
         asking = self.config.living.notice == "ask"
         known = state.report.get("asked", {}) if asking else {}
         pending = [m for m in engine.members if apart(m) and known.get(m.name) != [m.sizes[c] for c in apart(m)]]
-        question, heard = broadcast(state, change.t), Receipts()
+        # half of the bytes: the model is needed for a few figures, not for signatures
+        question, heard = broadcast(state, change.t, torch.bfloat16), Receipts()
         signed = list(engine.ask(self.sign, pending, question, heard)) if pending else []
         change.heard(heard, question)
         signed.sort(key=lambda one: one[0].index)  # the order of arrival decides nothing
@@ -65,18 +66,17 @@ class Living:
         units = [(member, c) for member, _ in signed for c in apart(member)]
         blocks = signature_blocks(engine, self.discover, [told.signatures for _, told in signed])
         distances = expert_distances(blocks, kept_means(state))  # [n, M]
-        change.limit = novelty_limit(
-            state.report["own_distances"], self.config.living.alarms, state.report["halfway"]
-        )
-        experts = decide(blocks, distances, change.limit, [m.sizes[c] for m, c in units], self.config)
+        own = state.report["own_distances"]
+        change.limit = novelty_limit(own, self.config.living.alarms, state.report["halfway"])
+        new = novel(distances.min(1), [share for _, told in signed for share in told.strange], own, change.limit)
+        experts = decide(blocks, distances, new, change.limit, [m.sizes[c] for m, c in units], self.config)
         first = state.layout.experts
-        if asking:
-            far = distances.min(1) > change.limit
-            experts = [-1 if new or m >= first else m for m, new in zip(experts, far, strict=True)]
+        if asking:  # of what would open an expert, and of nothing else
+            experts = [-1 if m >= first else m for m in experts]
         figures = [
-            (loss, told.usual, doubt)
+            (loss, told.usual, doubt, strange)
             for _, told in signed
-            for loss, doubt in zip(told.losses, told.doubts, strict=True)
+            for loss, doubt, strange in zip(told.losses, told.doubts, told.strange, strict=True)
         ]
         for i, ((member, c), m) in enumerate(zip(units, experts, strict=True)):
             member.assignment = [*member.assignment[:c], m, *member.assignment[c + 1 :]]
@@ -110,8 +110,9 @@ class Living:
         theta = wide.stack(
             [*layout.unstack(state.theta), *(one.to(state.theta) for one in starts)], shared_of(state)
         )
-        phi = router.forgetting(state.phi[0])
-        router, phi = grow_router(engine, self.teach, router.trained, phi, len(starts), change)
+        trained, known = state.phi[0].split([router.trained.size, router.size - router.trained.size])
+        grown, phi = grow_router(engine, self.teach, router.trained, trained, len(starts), change)
+        router, phi = replace(grown, axes=router.axes), torch.cat([phi, known])  # what was familiar is so still
         # a new expert and its output have far to go: what earlier rounds moved by is no measure for the next ones
         return replace(state, layout=wide, theta=theta, router=router, phi=phi[None], norms={})
 
