@@ -5,9 +5,12 @@ import pytest
 import fedweave
 from fedweave.cli import main
 from fedweave.config import load_config
+from fedweave.console import Console
+from fedweave.errors import UserError
 from fedweave.report.timeline import lives
 from fedweave.runs.folder import RunFolder
 from fedweave.runs.reading import read_run
+from fedweave.runs.workspace import prepare
 from tests.helpers import events, read_json
 from tests.runs.test_faults import state_of
 
@@ -127,6 +130,22 @@ def test_a_run_that_kept_no_signatures_says_so(tiny_copy, complains):
     assert "it began with living.notice=off" in complains(
         "resume", run, "living.notice=open", "training.rounds=4", "--quiet"
     )
+
+
+def test_several_processes_say_that_they_cannot_share_clients_whose_data_change(monkeypatch, small):
+    """Before anything is loaded: there is no such model."""
+    monkeypatch.setattr("fedweave.runs.workspace.world", lambda: object())
+    config = load_config("quickstart", [*small, CHANGES, "backbone.model=nowhere"])
+    with pytest.raises(UserError, match=r"data\.changes needs one process; start the run without torchrun"):
+        prepare(config, Console(quiet=True))
+
+
+@pytest.mark.parametrize("other", ["privacy.level=example", "federation.secure_aggregation=true"])
+@pytest.mark.parametrize("asked", ["living.notice=open", CHANGES])
+def test_privacy_and_masked_sums_say_that_data_must_stay(other, asked):
+    private = ["discovery.max_buckets=1", "discovery.sketch=4"]
+    with pytest.raises(UserError, match=r"leave data\.changes empty and living\.notice=off"):
+        load_config("quickstart", [*private, other, asked])
 
 
 def test_off_is_a_word():

@@ -27,6 +27,7 @@ class Distant:
     sizes: list[int] = field(default_factory=list)  # examples in every bucket
     assignment: list[int] = field(default_factory=list)  # a(i,·): the expert of every bucket; -1: none
     note: str = ""  # why it has only one bucket, when that was forced
+    version: int = 0  # of its rows, whose buckets these are
 
     def learn(self, sizes: list[int], note: str) -> None:
         """What the client has told of its buckets."""
@@ -41,9 +42,9 @@ class Distant:
         """Whether it has examples for an expert; before alignment everybody may."""
         return not self.assignment or any(n and m >= 0 for n, m in zip(self.sizes, self.assignment, strict=True))
 
-    def regroup(self, sizes: list[int], experts: list[int]) -> None:
+    def regroup(self, sizes: list[int], experts: list[int], version: int) -> None:
         """Its rows have changed: the buckets that it has now, and their experts."""
-        self.sizes, self.assignment = sizes, experts
+        self.sizes, self.assignment, self.version = sizes, experts, version
 
     def record(self) -> dict[str, Any]:
         """What a checkpoint keeps of it."""
@@ -53,7 +54,7 @@ class Distant:
         """A question as it is put to this client, with everything that it may have forgotten."""
         return Message(question.tensors, {
             **question.facts, "step": step, "config": settings, "federation": federation,
-            "index": self.index, "sizes": self.sizes, "assignment": self.assignment,
+            "index": self.index, "sizes": self.sizes, "assignment": self.assignment, "version": self.version,
         })  # fmt: skip
 
 
@@ -156,7 +157,7 @@ class Client:
     def learn(self, sizes: list[int], note: str) -> None:
         self.note = note  # its buckets are its own
 
-    def regroup(self, sizes: list[int], experts: list[int]) -> None:
+    def regroup(self, sizes: list[int], experts: list[int], version: int) -> None:
         self.assignment = experts
 
     def __len__(self) -> int:
@@ -199,11 +200,6 @@ class Client:
         waiting = [bucket for bucket, gone in zip(self.buckets, small, strict=True) if gone]
         self.waiting = np.sort(np.concatenate([self.waiting, *waiting]))
         self.buckets = [bucket[:0] if gone else bucket for bucket, gone in zip(self.buckets, small, strict=True)]
-
-    def dissolve(self, first: int) -> None:
-        """The rows of buckets ``first``, ``first`` + 1, … wait again."""
-        self.waiting = np.sort(np.concatenate([self.waiting, *self.buckets[first:]]))
-        self.buckets = self.buckets[:first]
 
     def join_buckets(self) -> None:
         """Buckets of one expert become one, so that years of new rows do not become a thousand buckets."""

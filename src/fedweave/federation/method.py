@@ -121,7 +121,7 @@ class Method(ABC):
             return state, change
         question, heard = Message(facts={"t": t, "experts": state.layout.experts}), Receipts()
         for member, told in engine.ask(self.news, engine.members, question, heard):
-            member.regroup(told.sizes, told.experts)
+            member.regroup(told.sizes, told.experts, told.version)
             change.came |= {member.name: told.came} if told.came else {}
             change.went |= {member.name: told.went} if told.went else {}
         change.heard(heard, question)

@@ -109,6 +109,7 @@ def federate_over(
     started, real = time.monotonic(), config.data.source == "sites"
     federation = run.manifest()["federation"] if real else str(run.path.resolve())
     engine = FlowerEngine(grid, config, console, federation, public(config) if real else config)
+    engine.bound = real
     remembered = read_json(run.path / MODEL, AnatomyRecord, "restore it and try again")
     if remembered is not None:
         engine.know(Anatomy.recorded(remembered))

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from fedweave.backbone.device import processes_on
 from fedweave.backbone.weights import weights_hash
 from fedweave.config import Config, dump_config
 from fedweave.console import Console
@@ -186,7 +187,9 @@ def _execute(run: RunFolder, prepared: Prepared, console: Console) -> Summary:
     started = time.monotonic()
     workspace = prepared.build(console)
     if (processes := world()) is not None:
-        console.say(f"{processes.size} processes share the clients")
+        sharing = processes_on(workspace.backbone.device)
+        note = f", and {sharing} of them each GPU: correct, but no faster than one" if sharing > 1 else ""
+        console.say(f"{processes.size} processes share the clients{note}")
         processes.wait()
     device = workspace.backbone.device
     if device.type == "cuda":  # the peak is to be this run's, not an earlier one's in the process
