@@ -87,6 +87,7 @@ class Reply(ABC, Generic[R]):
 
     name: str  # of the question
     of_data = True  # False: no answer to it depends on data, so that none is filtered
+    exact = False  # True: its answers are plain sums over rows, and two of them differ by the rows that one lacks
 
     def said(self, t: int) -> str:
         """The question as an operator reads it."""

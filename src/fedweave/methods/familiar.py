@@ -59,7 +59,7 @@ class Moments(NamedTuple):
 class AskMoments(Summed[Moments]):
     """What are the features of each half of your prompts and their products, summed up?"""
 
-    name = "moments"
+    name, exact = "moments", True
 
     def __init__(self, config: Config):
         self.config = config

@@ -179,6 +179,23 @@ def test_an_expert_of_fewer_examples_than_the_floor_is_not_sent(site, config):
         assert all(len(pool) >= floors.least for pool in method.pools(client, state))
 
 
+def test_two_sums_of_features_do_not_differ_by_one_prompt(site, config):
+    """The server says how many rows are kept back, and to which federation a question belongs."""
+    config = changed(config, discovery={"max_buckets": 1}, experts={"shared_rank": 8}, router={"familiar": 0.9})
+    told = []
+    for name, holdout in (("first", 0.0), ("again", 0.0), ("another", 0.1), ("half", 0.4)):
+        victim = site(
+            *(row.replace('prompt": "', f'prompt": "{word} ') for word in ("Do", "Now", "Then") for row in ROWS)
+        )
+        asked = changed(config, data={"holdout": holdout})
+        facts = {**question(asked, "discover").facts, "federation": name}
+        facts["sizes"] = victim.answer(Message(facts=facts)).facts["sizes"]
+        told.append(victim.answer(Message(facts=facts | {"step": "moments", "assignment": [0]})).facts)
+    assert [facts.get("samples", facts.get("error")) for facts in told] == [
+        36, 36, "this sum would differ from an earlier one by fewer than 10 rows", 22,
+    ]  # fmt: skip
+
+
 def test_a_question_that_cannot_be_opened_does_not_stop_a_site(site, console):
     def broken():
         raise TypeError("can't convert np.ndarray of type numpy.str_")

@@ -5,6 +5,9 @@ question. With noise a federation gets as many as that was solved for, on the te
 together no more than ``floors.epsilon``.
 """
 
+import hashlib
+from collections import Counter
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TypedDict
 
@@ -21,6 +24,34 @@ class Entry(TypedDict):
     epsilon: float  # agreed on; 0 where there is no noise
     terms: str  # what the noise follows from
     answers: dict[str, int]  # by question
+
+
+class Sums:
+    """The rows of every plain sum that a site has told, in ``path`` or in memory. The difference of two sums is the
+    sum over the rows that only one of them has, and of one row that is its feature."""
+
+    fewest = 10  # rows that tell little of each other
+
+    def __init__(self, path: Path | None):
+        self.path = path
+        self.told: list[list[str]] = []
+
+    def tell(self, rows: Sequence[bytes]) -> None:
+        """Remember a sum over these rows, or :class:`Declined` where it would tell of too few of them."""
+        if len(rows) < self.fewest:  # they are told by no sum
+            return
+        mend = "restore it: it says of which rows this site has told sums"
+        if self.path is not None and (told := read_json(self.path, dict[str, list[list[str]]], mend)) is not None:
+            self.told = told["rows"]
+        own = Counter(hashlib.sha256(row).hexdigest()[:16] for row in rows)
+        for earlier in map(Counter, self.told):
+            if 0 < sum(((own - earlier) + (earlier - own)).values()) < self.fewest:
+                raise Declined(f"this sum would differ from an earlier one by fewer than {self.fewest} rows")
+        if own not in map(Counter, self.told):
+            self.told.append(sorted(own.elements()))
+        if self.path is not None:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            write_json(self.path, {"rows": self.told})
 
 
 class Ledger:

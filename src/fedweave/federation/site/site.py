@@ -36,7 +36,7 @@ from fedweave.federation.news import News
 from fedweave.federation.private import known_sizes
 from fedweave.federation.site.feed import SiteFeed, Split, read_saved
 from fedweave.federation.site.floors import Declined, check_buckets, check_model, check_question
-from fedweave.federation.site.ledger import Ledger
+from fedweave.federation.site.ledger import Ledger, Sums
 from fedweave.federation.site.settings import Floors, SiteConfig, own_files
 from fedweave.federation.steps import Asked
 from fedweave.json_files import Damaged
@@ -195,6 +195,7 @@ class Site:
         self.source, self.models, self.build_method, self.console = source, models, build_method, console
         self.session: Session | None = None
         self.ledger = Ledger(source.state / "privacy.json" if source.state is not None else None)
+        self.sums = Sums(source.state / "sums.json" if source.state is not None else None)
 
     def answer(self, sealed: Sealed) -> Message:
         """The answer, or one sentence that says why there is none and nothing of the site. A question that cannot
@@ -246,8 +247,10 @@ class Site:
             self._align(session, question)
         if step.name not in masks.NAMES:
             self.ledger.spend(session.key[2], session.key[0], step.name, floors)
-        session.client.held = session.feed.held
-        engine = session.engine
+        client, engine = session.client, session.engine
+        client.held = session.feed.held
+        if step.exact and self.source.secret and not session.key[0].federation.secure_aggregation:
+            self.sums.tell([client.data.examples[i].prompt.ids.tobytes() for i in client.rows])
         asked = [Asked(session.client, question, engine.layers, engine.width)]
         ((_, message),) = engine.answers(step, asked, question)
         check_buckets(floors, session.client.sizes)
