@@ -2,12 +2,14 @@
 
     python -m benchmarks.ladder                                    # about two minutes on a CPU
     python -m benchmarks.ladder --shapes 135m 0.5b 3b 8b --sweep   # the published figures (H200)
-    python -m benchmarks.ladder --shapes 8b --fastest              # the last rungs alone
+    python -m benchmarks.ladder --shapes 8b --fastest              # the last rungs and decoding alone
+    python -m benchmarks.ladder --shapes 135m 3b --decoding        # decoding alone
 
 One round is 20 clients × 10 steps × batch 8 with M = 4 experts of rank 8 (on a CPU: 2 × 1 × 4). The PEFT loops are
 timed on a few clients and scaled to all: clients come one after another there, so time is proportional. The last
 rungs are the fastest one with products in 8 bits, with less memory (layers that run twice, weights that stay in 4
 bits) and with experts on every linear layer. On a GPU memory stands beside what ``fedweave budget`` predicts.
+Decoding is measured with these experts, and with 32 on every linear layer.
 """
 
 from __future__ import annotations
@@ -16,7 +18,7 @@ import argparse
 import gc
 import json
 import platform
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
@@ -32,6 +34,7 @@ from benchmarks.workload import (
     ALPHA,
     EVERY,
     EXPERTS,
+    MANY,
     RANK,
     SHAPES,
     TARGETS,
@@ -45,6 +48,7 @@ from benchmarks.workload import (
     real_tokens,
     schedules,
 )
+from fedweave.backbone.load import Backbone
 from fedweave.experts.layout import AdapterLayout
 from fedweave.training.batch import ClientData, Lane
 
@@ -203,18 +207,23 @@ class Bench:
             self.ours("+ fused operations", clients, plan, tokens, fused=True)
 
     def decoding(self) -> list[dict[str, Any]]:
-        """What one expert and all experts cost while decoding, for batches of some sizes."""
+        """What one expert and all experts cost while decoding: few on two layers, and many on every linear one."""
         backbone = backbone_of(self.model(), True)
-        layout = AdapterLayout.of(backbone.linear_layers(TARGETS), RANK, EXPERTS)
-        theta, found = layout.initial(0).to(self.device), []
-        steps = 100 if self.gpu else 20
+        few, many = self._decoding(backbone, TARGETS, EXPERTS), self._decoding(backbone, EVERY, MANY)
+        return [*few, *many]
+
+    def _decoding(self, backbone: Backbone, targets: Sequence[str], experts: int) -> Iterator[dict[str, Any]]:
+        """For batches of some sizes."""
+        layout = AdapterLayout.of(backbone.linear_layers(targets), RANK, experts)
+        theta, steps = layout.initial(0).to(self.device), 100 if self.gpu else 20
         for rows in (1, 8, 32) if self.gpu else (1, 8):
             prompts = [client.examples[0].prompt for client in make_clients(self.shape, rows, 1)]
-            found.append(measure(Contest(backbone, layout, ALPHA, theta, prompts, steps), rows, steps))
-            ms, ratio = found[-1]["wall_ms"], found[-1]["wall_ratio"]
-            print(f"  decoding, {rows:2d} rows: bare {ms['bare']:.2f} ms a step, one expert {ratio['sparse']:.3f} ×"
-                  f", all experts {ratio['soft']:.3f} ×", flush=True)  # fmt: skip
-        return found
+            found = measure(Contest(backbone, layout, ALPHA, theta, prompts, steps), rows, steps)
+            what, bare = f"{experts:2d} experts on {', '.join(targets)}", found["wall_ms"]["bare"]
+            ratio = found["wall_ratio"]
+            print(f"  decoding, {what}, {rows:2d} rows: bare {bare:.2f} ms a step, one expert {ratio['sparse']:.3f}"
+                  f" ×, all {ratio['soft']:.3f} ×", flush=True)  # fmt: skip
+            yield {"experts": experts, "targets": list(targets), **found}
 
     def sweep(self) -> list[dict[str, Any]]:
         """Seconds a round over the number of clients, and over the tokens of each."""
@@ -244,6 +253,7 @@ def main() -> None:
         "--reference-clients", type=int, default=2, help="how many PEFT loops are timed on; 0: none"
     )
     parser.add_argument("--fastest", action="store_true", help="leave the slower rungs out")
+    parser.add_argument("--decoding", action="store_true", help="leave training out")
     parser.add_argument("--sweep", action="store_true", help="also vary clients and tokens")
     parser.add_argument("--output", type=Path, help="a JSON file; other shapes in it stay")
     options = parser.parse_args()
@@ -264,7 +274,8 @@ def main() -> None:
     for shape in options.shapes:
         print(f"{shape} on {result['device']}: {options.clients} clients × {options.steps} steps × {options.batch}")
         bench = Bench(shape, device, options)
-        result["shapes"][shape] = bench.ladder() | {"decoding": bench.decoding()}
+        trained = {} if options.decoding else bench.ladder()
+        result["shapes"][shape] = trained | {"decoding": bench.decoding()}
         if options.sweep:
             result["shapes"][shape]["sweep"] = bench.sweep()
         if options.output:  # after every shape: a crash loses at most one

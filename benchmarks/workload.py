@@ -24,6 +24,7 @@ from fedweave.training.lockstep import LockstepTrainer
 TARGETS = ("q_proj", "v_proj")
 EVERY = ("all-linear",)
 EXPERTS, RANK, ALPHA, DROPOUT = 4, 8, 16, 0.1
+MANY = 32  # experts, where there are many
 
 # (prompt mean, sd, answer mean, sd) in tokens: CoEdIT, GSM8K, TweetEval, ARC-C
 PROFILE = ((60, 25, 30, 12), (95, 30, 120, 50), (65, 12, 2, 0), (85, 25, 2, 0))

@@ -62,6 +62,7 @@ class PlacedBucket(TypedDict):
     loss: float
     usual: float
     doubt: float
+    strange: float
 
 
 class ChangeEvent(TypedDict):

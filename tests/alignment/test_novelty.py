@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from fedweave.alignment.align import signature_distance
-from fedweave.alignment.novelty import kinds_of, novelty_limit, own_distances
+from fedweave.alignment.novelty import kinds_of, novel, novelty_limit, own_distances
 from fedweave.config import from_tree
 from fedweave.methods.newcomers import decide
 
@@ -54,7 +54,7 @@ def decided(sizes, **living):
     distances[:, 1] = 1.0  # expert 1 is like none of them
     most = living.pop("most", 8)
     config = from_tree({"living": {"notice": "open", **living}, "alignment": {"max_experts": most}})
-    return decide([rows], distances, 0.5, sizes, config)
+    return decide([rows], distances, distances.min(1) > 0.5, 0.5, sizes, config)
 
 
 def test_every_new_kind_opens_one_expert():
@@ -65,8 +65,9 @@ def test_a_bucket_within_the_limit_joins_an_expert_that_opens_nearer_to_it():
     """Of one new kind, a bucket lies just within the limit of an old expert."""
     rows = blobs(1, 3, 0.05)
     config = from_tree({"living": {"notice": "open", "least": 16}})
-    assert decide([rows], np.array([[0.6], [0.6], [0.45]]), 0.5, [10, 10, 10], config) == [1, 1, 1]
-    assert decide([rows], np.array([[0.4], [0.4], [0.4]]), 0.5, [10, 10, 10], config) == [0, 0, 0]
+    for away, found in (([0.6, 0.6, 0.45], [1, 1, 1]), ([0.4, 0.4, 0.4], [0, 0, 0])):
+        distances = np.array(away)[:, None]
+        assert decide([rows], distances, distances[:, 0] > 0.5, 0.5, [10, 10, 10], config) == found
 
 
 def test_a_kind_with_too_few_examples_or_without_room_joins_the_nearest():
@@ -74,6 +75,28 @@ def test_a_kind_with_too_few_examples_or_without_room_joins_the_nearest():
     assert decided([9, 10, 10, 3, 3], least=16)[3] in (0, 1, 2)
     assert set(decided([9, 10, 10, 10, 10], least=16, most=3)) <= {0, 1, 2}
     assert set(decided([9, 1, 1, 1, 1], least=16)) <= {0, 1}
+
+
+def test_strange_prompts_make_a_bucket_new_unless_its_signature_is_near():
+    """Of own distances of 0.1 to 0.9 half are below 0.5; the limit is 0.9."""
+    own = [0.1, 0.3, 0.5, 0.7, 0.9]
+    distance, strange = np.array([0.95, 0.8, 0.8, 0.4, 0.8]), [0.0, 1.0, 0.5, 1.0, 0.0]
+    assert novel(distance, strange, own, 0.9).tolist() == [True, True, False, False, False]
+    assert not novel(distance, strange, [], float("inf")).any(), "nothing is new where nothing is known"
+
+
+def test_most_of_a_known_bucket_is_strange_no_more_often_than_promised():
+    """A tenth of known prompts counts as strange. At worst all strange ones share buckets, just over half of each:
+    then a fifth of the buckets looks new, and no more."""
+    rng = np.random.default_rng(0)
+    shares = {
+        "alone": rng.binomial(9, 0.1, 10_000) / 9,
+        "together": np.where(rng.random(10_000) < 0.18, 5 / 9, 0.0),
+        "whole buckets": (rng.random(10_000) < 0.1).astype(float),
+    }
+    for how, strange in shares.items():
+        assert strange.mean() <= 0.105, how
+        assert novel(np.ones(10_000), strange, [0.5], 2.0).mean() <= 2 * 0.105, how
 
 
 def test_a_known_kind_opens_nothing():

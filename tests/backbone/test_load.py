@@ -10,8 +10,10 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from fedweave.backbone import catalog
+from fedweave.backbone import weights as hashing
 from fedweave.backbone.announced import check_room
-from fedweave.backbone.load import load_backbone, pick_device, pick_dtype
+from fedweave.backbone.device import pick_device, pick_dtype
+from fedweave.backbone.load import load_backbone
 from fedweave.backbone.packing import pack
 from fedweave.backbone.weights import weights_hash
 from fedweave.config import BackboneConfig
@@ -195,6 +197,13 @@ def test_hash_counts_every_position_of_a_large_weight():
         layer.weight.data[0, position] += 1
         hashes.add(weights_hash(layer))
     assert len(hashes) == 5
+
+
+def test_the_name_of_a_model_does_not_depend_on_how_much_of_it_is_hashed_at_once(backbone, monkeypatch):
+    monkeypatch.setattr(hashing, "_AT_ONCE", {"cpu": 1000})
+    assert weights_hash(backbone.model, portable=True) == backbone.identity["backbone"]
+    monkeypatch.setattr(hashing, "_AT_ONCE", {"cpu": 77})
+    assert weights_hash(backbone.model, portable=True) == backbone.identity["backbone"]
 
 
 def test_reloading_gives_the_same_hash_and_fingerprint(backbone, model_folder):

@@ -11,6 +11,7 @@ from fedweave.compare.tables import Results, choose_best, holm, latex, markdown
 from fedweave.config import Config, load_config
 from fedweave.console import Console
 from fedweave.errors import UserError
+from fedweave.json_files import write_json
 from fedweave.report.groups import find_runs
 from fedweave.runs.lock import locked
 from fedweave.settings import flatten, to_tree
@@ -225,6 +226,18 @@ def test_a_grid_runs_survives_a_broken_cell_and_is_not_run_twice(tmp_path, quick
     rows = list(csv.reader((output / "results.csv").open()))
     assert rows[0] == ["method", "quantity", "mean", "standard deviation", "seeds"] and rows[1][-1] == "2"
     assert r"\toprule" in (output / "table.tex").read_text()
+
+
+def test_a_key_that_came_into_being_since_does_not_run_a_cell_again(tmp_path, quick):
+    """A study of days outlives versions: what it did not know of has its default."""
+    grid = cells(load_comparison("quickstart", [*quick, "method=fedit"], None), tmp_path)
+    Runner({"one": grid}, Console(quiet=True)).run()
+    (one,) = grid
+    written, tree = read_json(one.folder / "summary.json"), to_tree(one.config)
+    older = {**tree, "living": {key: value for key, value in tree["living"].items() if key != "alarms"}}
+    for config, found in ((tree, True), (older, True), ({**older, "seed": 7}, False), ({**tree, "gone": 1}, False)):
+        write_json(one.folder / "summary.json", {**written, "config": config})
+        assert (one.finished is not None) == found
 
 
 def test_processes_share_a_grid_and_what_one_gives_up_another_takes(tmp_path, quick, capsys):

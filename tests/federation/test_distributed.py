@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -15,11 +16,13 @@ from tests.helpers import PATIENCE, assert_trained_alike, events, fork, free_por
 from tests.runs.test_course import HARMFUL
 
 
-def torchrun(*program: str) -> tuple[int, str]:
-    """(exit code, what it said) of two processes of a program, as users start them."""
+def torchrun(*program: str, **environment: str) -> str:
+    """What two processes of a program said, started as users start them."""
     launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", *program]
-    done = subprocess.run(launch, capture_output=True, text=True, timeout=PATIENCE)
-    return done.returncode, done.stdout + done.stderr
+    done = subprocess.run(launch, capture_output=True, text=True, timeout=PATIENCE, env=os.environ | environment)
+    said = done.stdout + done.stderr
+    assert done.returncode == 0, said[-2000:]
+    return said
 
 
 def together(folder: Path, *command: str) -> tuple[list[int], str]:
@@ -40,6 +43,18 @@ def tensors(run) -> dict[str, torch.Tensor]:
     return load_file(file)
 
 
+def assert_same_run(one: Path, two: Path, limit: float) -> None:
+    """What one process and two have trained, found and measured."""
+    alone, shared = tensors(one), tensors(two)
+    assert alone.keys() == shared.keys()
+    for name, tensor in alone.items():
+        assert_trained_alike(tensor, shared[name], limit)
+    ours, theirs = (read_json(run / "summary.json") for run in (one, two))
+    assert theirs["buckets"] == ours["buckets"]
+    losses = [s["test"]["best"]["loss"]["soft"]["macro"] for s in (ours, theirs) if s["experts"] > 1]
+    assert not losses or losses[0] == pytest.approx(losses[1], abs=1e-4)
+
+
 @pytest.mark.parametrize(
     ("method", "extra", "limit"),
     [
@@ -55,28 +70,18 @@ def test_two_processes_equal_one(tmp_path, small, tiny_copy, method, extra, limi
     logs.mkdir()
     begin = ["run", "quickstart", *small, *settings, f"output={two}"]
     if method == "fedweave":
-        code, said = torchrun("-m", "fedweave.cli", *begin)
-        assert code == 0, said[-2000:]
+        said = torchrun("-m", "fedweave.cli", *begin)
     else:
         codes, said = together(logs, *begin)
         assert codes == [0, 0], said[-2000:]
     assert "2 processes share the clients" in said
     assert [p.name for p in two.parent.iterdir()] == ["two"], "only one process writes"
-    alone, shared = tensors(one), tensors(two)
-    assert alone.keys() == shared.keys()
-    for name, tensor in alone.items():
-        assert_trained_alike(tensor, shared[name], limit)
-    ours, theirs = (read_json(run / "summary.json") for run in (one, two))
-    assert theirs["buckets"] == ours["buckets"]
-    losses = [s["test"]["best"]["loss"]["soft"]["macro"] for s in (ours, theirs) if s["experts"] > 1]
-    assert not losses or losses[0] == pytest.approx(losses[1], abs=1e-4)
+    assert_same_run(one, two, limit)
 
     codes, said = together(logs, "resume", str(two), "training.rounds=3")
     assert codes == [0, 0], said[-2000:]
     assert main(["resume", str(one), "training.rounds=3", "--quiet"]) == 0
-    longer = tensors(two)
-    for name, tensor in tensors(one).items():
-        assert_trained_alike(tensor, longer[name], limit)
+    assert_same_run(one, two, limit)
 
 
 def test_all_processes_go_back_and_end_together(tmp_path, small, tiny_run):
@@ -113,5 +118,4 @@ world().wait()
 def test_a_process_leaves_the_group_before_python_ends(tmp_path):
     """Otherwise gloo's threads outlive the interpreter, and abort about one run in ten after all its work."""
     (tmp_path / "leaving.py").write_text(LEAVING)
-    code, said = torchrun(str(tmp_path / "leaving.py"))
-    assert code == 0, said[-2000:]
+    torchrun(str(tmp_path / "leaving.py"))

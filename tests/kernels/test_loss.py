@@ -11,7 +11,7 @@ from fedweave.kernels.entropy import token_nll
 @pytest.mark.parametrize("softcap", [None, 3.0])
 @pytest.mark.parametrize("block", [1 << 28, 50 * 7])  # one block; seven rows at a time
 def test_value_and_gradient(monkeypatch, softcap, block):
-    monkeypatch.setattr(entropy, "BLOCK_ELEMENTS", block)
+    monkeypatch.setattr(entropy, "BLOCK_ELEMENTS", {"cpu": block})
     torch.manual_seed(0)
     hidden, head = torch.randn(23, 12, requires_grad=True), torch.randn(50, 12)
     targets, upstream = torch.randint(0, 50, (23,)), torch.rand(23)

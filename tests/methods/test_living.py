@@ -206,6 +206,20 @@ def test_a_router_that_takes_prompts_for_strange_learns_the_new_ones(living, bac
     assert final.layout.experts == opened.layout.experts and len(report) == 1
 
 
+@pytest.mark.parametrize("familiar", [0.95, 1.0])
+def test_a_kind_whose_prompts_are_strange_is_new_though_signatures_do_not_say_so(living, backbone, familiar):
+    """No signature lies beyond a limit of 2. Only a router that knows familiar prompts sees what is strange."""
+    config = changed(
+        living, router={"training": "chosen", "familiar": familiar}, experts={"labels": "router", "start": "zero"}
+    )
+    engine, method = federation(config, backbone)
+    state = method.prepare(engine)
+    _, change = method.live(engine, replace(state, report=state.report | {"halfway": 2.0}), 1)
+    engine.detach()
+    assert change.limit == 2.0 and change.placed
+    assert bool(change.opened) == (familiar < 1) == any(bucket.strange > 0.5 for bucket in change.placed)
+
+
 # -------------------------------------------------------------------------------------- merging and closing
 
 

@@ -37,14 +37,17 @@ def test_on_a_cpu_a_step_has_so_many_tokens(backbone):
     lanes = make_lanes(backbone, layout, RouterLayout(backbone.width, 16, 3), clients=3)
     assert lanes_that_fit(backbone, layout, lanes, TrainingConfig(clients_per_step=7)).lanes == 7
     roomy = lanes_that_fit(backbone, layout, lanes, TrainingConfig())
+    assert roomy.lanes == 3 and "4096 tokens" in roomy.why and not roomy.checkpointing
     mean = np.mean([len(e.ids) for lane in lanes for e in lane.data.examples])
-    assert roomy.lanes == int(4096 / (mean * 4)) and "4096 tokens" in roomy.why and not roomy.checkpointing
+    many = lanes * 20  # 60 lanes in as few groups as there must be, of about the same size
+    groups = -(-60 // int(4096 / (mean * 4)))
+    assert groups > 1 and lanes_that_fit(backbone, layout, many, TrainingConfig()).lanes == -(-60 // groups)
     assert lanes_that_fit(backbone, layout, lanes, TrainingConfig(checkpointing="on")).checkpointing
 
 
 def test_on_a_cpu_steps_are_short_where_weights_stay_quantised():
     small, large = (StepMemory(config, True, 4, (), 0).token_bytes() for config in (SMALL, LARGE))
-    assert cpu_tokens(small) == 4096 and 256 < cpu_tokens(small, quantised=True) < 320
+    assert cpu_tokens(small) == 4096 and 700 < cpu_tokens(small, quantised=True) < 800
     assert cpu_tokens(large, quantised=True) == 256 and cpu_tokens(large) > 512
 
 

@@ -6,7 +6,8 @@ client's weight is its own claim, so none counts for more than ``federation.max_
 that compare numbers one by one (median, trimmed) count every client alike.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from statistics import median_low
 
 import torch
 
@@ -61,6 +62,9 @@ RULES: dict[str, Rule] = {
 }  # fmt: skip
 
 
+FOR_STRANGERS = "clip"  # the default over sites
+
+
 def capped(weights: Sequence[float], most: float) -> torch.Tensor:
     """Weights as shares of which none is above ``most``, or all alike where that cannot be; the surplus goes to
     the others in proportion."""
@@ -73,6 +77,17 @@ def capped(weights: Sequence[float], most: float) -> torch.Tensor:
         rest = shares[~over].sum()
         shares = torch.where(over, most, shares * ((1 - most * over.sum()) / rest))
     return shares
+
+
+def believed(claims: Mapping[int, int], config: Config) -> dict[int, float]:
+    """The part of every client's claimed examples that counts where examples are counted, so that none has more
+    than ``federation.max_share`` of them; the median client's all do."""
+    most, claims = chosen_share(config), {index: size for index, size in claims.items() if size}
+    if most >= 1 or not claims:
+        return dict.fromkeys(claims, 1.0)
+    shares = capped(list(claims.values()), most).tolist()
+    whole = median_low(size / share for size, share in zip(claims.values(), shares, strict=True))
+    return {index: share * whole / size for (index, size), share in zip(claims.items(), shares, strict=True)}
 
 
 def _bad(n: int, hostile: float) -> int:
@@ -127,7 +142,7 @@ class RobustExperts:
 def chosen_rule(config: Config) -> str:
     """auto: strangers are not believed at any length, clients of this process are."""
     rule = config.federation.rule
-    return rule if rule != "auto" else "clip" if _strangers(config) else "mean"
+    return rule if rule != "auto" else FOR_STRANGERS if _strangers(config) else "mean"
 
 
 def chosen_share(config: Config) -> float:

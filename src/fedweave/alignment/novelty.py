@@ -6,6 +6,11 @@ the n aligned ones lie from theirs is (k + 1) / (n + 1). The limit is the distan
 rate of false alarms that was asked for. It holds for any distribution, and promises nothing about new kinds: how
 far these lie out is measured, not assumed (docs/living.md). Where experts lie far apart the limit is halfway to the
 next one, if that is farther: smaller buckets have noisier signatures than the aligned ones, and there is room.
+
+A router that knows familiar prompts is a second witness. A share q of them may count as strange, so the chance that
+most of a bucket of a known kind does is 2q at most, however its prompts hang together (Markov's inequality). A
+known kind in other words is strange, too, but its signature is not: such a bucket is new only if its signature lies
+farther out than half of the aligned ones do.
 """
 
 import math
@@ -36,6 +41,13 @@ def novelty_limit(own: Sequence[float], alarms: float, halfway: float = 0.0) -> 
     if not own:
         return math.inf
     return max(halfway, own[min(len(own), math.ceil((len(own) + 1) * (1 - alarms))) - 1])
+
+
+def novel(distance: np.ndarray, strange: Sequence[float], own: Sequence[float], limit: float) -> np.ndarray:
+    """Which buckets are of no known kind, [n] bool: from their distances to the nearest expert, [n], and the share
+    of each one's prompts that the router takes for strange."""
+    usual = float(np.median(own)) if len(own) else math.inf
+    return (distance > limit) | ((np.asarray(strange) > 0.5) & (distance > usual))
 
 
 def alike(means: np.ndarray, own: Sequence[float], born: Sequence[int]) -> tuple[int, int] | None:

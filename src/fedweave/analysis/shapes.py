@@ -58,11 +58,11 @@ class ModelShape:
         fused = self.config.model_type in FAMILIES
         return StepMemory(self.config, fused, element_size, layout.names, layout.rows)
 
-    def backbone_bytes(self, weights: str, memory: StepMemory) -> float:
+    def backbone_bytes(self, weights: str, memory: StepMemory, cpu: bool = False) -> float:
         """The frozen weights, kept as ``backbone.weights`` says."""
         gguf = Path(self.name) if self.name.endswith(".gguf") else None
         kept = float(predicted_bytes(self.model, weights, memory.element, gguf))
-        return kept if weights == "dense" else kept + memory.unpacked(head=weights == "stored")
+        return kept if weights == "dense" else kept + memory.unpacked(weights == "stored", cpu)
 
 
 def model_shape(name: str, revision: str | None = None) -> ModelShape:

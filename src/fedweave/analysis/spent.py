@@ -1,6 +1,5 @@
 """What a run did cost, beside what its shapes predicted."""
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -12,7 +11,7 @@ from fedweave.errors import UserError
 from fedweave.experts.layout import AdapterLayout
 from fedweave.methods import method_class
 from fedweave.runs.reading import RunRecord
-from fedweave.training.fit import cpu_tokens
+from fedweave.training.fit import cpu_lanes, cpu_tokens
 from fedweave.training.memory import Step, in_all
 
 FLOP_PER_PARAMETER = 4  # forward 2, backward through frozen weights 2
@@ -113,10 +112,11 @@ def _memory(run: RunRecord, budget: Budget, shape: ModelShape) -> Spent:
     def add(layout: AdapterLayout, trained: int, lanes: int, tokens: float, examples: float) -> None:
         """A phase of so many lanes, each with so many tokens a step, as many of them at once as are allowed."""
         memory = shape.memory(layout, element_size)
-        most = cpu_tokens(memory.token_bytes(again), config.backbone.weights != "dense") if cpu else math.inf
-        at_once = min(lanes, max(1, int(most / tokens)) if asked == "auto" else int(asked)) if tokens else lanes
+        at_once = lanes if asked == "auto" else min(lanes, int(asked))
+        if cpu and asked == "auto" and tokens:
+            at_once = cpu_lanes(lanes, tokens, cpu_tokens(memory.token_bytes(again), kept != "dense"))
         step = Step(at_once, at_once * tokens, trained, mean=max(1.0, tokens / examples))
-        weights, dense = shape.backbone_bytes(kept, memory), kept == "dense"
+        weights, dense = shape.backbone_bytes(kept, memory, cpu), kept == "dense"
         if cpu:
             peaks.append(memory.loading(weights) if dense else 0.0)
             peaks.append(in_all(memory.process(weights + (memory.joined if dense else 0), step, again)))

@@ -18,6 +18,7 @@ from fedweave.backbone import packing
 from fedweave.backbone.announced import check_announced, in_folder, in_gguf
 from fedweave.backbone.catalog import Located, locate
 from fedweave.backbone.decoder import Decoder, Eight
+from fedweave.backbone.device import pick_device, pick_dtype
 from fedweave.backbone.library import LibraryLayers
 from fedweave.backbone.packing import Packed
 from fedweave.backbone.positions import steady_positions
@@ -28,7 +29,6 @@ from fedweave.backbone.weights import load_model, weights_hash
 from fedweave.config import BackboneConfig
 from fedweave.errors import UserError, first_line
 from fedweave.kernels.frozen import Weight, times
-from fedweave.settings import environment_number
 
 NOTES = {"nf4": "its linear layers in 4 bits (NF4)", "nf4-double": "its linear layers in 4 bits (NF4, double)"}
 
@@ -263,31 +263,3 @@ def load_tokenizer(path: str, name: str) -> PreTrainedTokenizerFast:
     if tokenizer.pad_token is None:
         tokenizer.pad_token = tokenizer.eos_token
     return tokenizer
-
-
-def pick_device(name: str) -> torch.device:
-    if name == "auto" and torch.cuda.is_available():  # torchrun gives every process a GPU of its own
-        torch.cuda.set_device(environment_number("LOCAL_RANK", 0) % torch.cuda.device_count())
-        return torch.device("cuda", torch.cuda.current_device())
-    if name == "auto":
-        return torch.device("cpu")
-    try:
-        device = torch.device(name)
-    except RuntimeError:
-        raise UserError(f"backbone.device={name!r} is no device; use auto, cpu, cuda or cuda:N.") from None
-    if device.type == "cuda" and not torch.cuda.is_available():
-        raise UserError(f"backbone.device={name}, but this machine has no usable CUDA device; use cpu or auto.")
-    if device.type not in ("cpu", "cuda"):
-        raise UserError(f"backbone.device={name!r} is not supported; use auto, cpu, cuda or cuda:N.")
-    return device
-
-
-def pick_dtype(name: str, device: torch.device) -> torch.dtype:
-    if name == "auto":
-        return torch.bfloat16 if device.type == "cuda" else torch.float32
-    if name == "bfloat16" and device.type == "cpu":
-        raise UserError(
-            "backbone.dtype=bfloat16 needs a CUDA device: on a CPU it is many times slower or fails outright; "
-            "use float32 or auto."
-        )
-    return getattr(torch, name)

@@ -16,6 +16,8 @@ from fedweave.config import BackboneConfig
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel
 
+_AT_ONCE = {"cpu": 1 << 20, "cuda": 1 << 24}  # numbers that are hashed at once, as eight bytes each
+
 
 def load_model(
     config: BackboneConfig,
@@ -61,9 +63,9 @@ def weights_hash(model: torch.nn.Module, portable: bool = False) -> str:
         if portable and values.is_floating_point():
             values = values.to(torch.bfloat16)
         bits = values.view({1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[values.element_size()])
-        total = mixed = 0
-        for start in range(0, len(bits), 1 << 24):
-            chunk = bits[start : start + (1 << 24)].long()
+        total, mixed, some = 0, 0, _AT_ONCE[bits.device.type]
+        for start in range(0, len(bits), some):
+            chunk = bits[start : start + some].long()
             weights = torch.arange(start + 1, start + 1 + len(chunk), device=chunk.device) % 65521
             total += int(chunk.sum())
             mixed += int((chunk * weights).sum())

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from fedweave.config import RECIPES, Config, load_config, recipe_names
+from fedweave.config import RECIPES, Config, from_tree, load_config, recipe_names
 from fedweave.console import Console
 from fedweave.errors import UserError, nearest
 from fedweave.federation.engines.distributed import world
@@ -62,13 +62,21 @@ class Cell:
 
     @property
     def finished(self) -> Summary | None:
-        """The summary of a finished run of exactly this config."""
+        """The summary of a finished run of exactly this config; keys that are newer than it have their defaults."""
         summary = read_json(self.folder / "summary.json", Summary)
-        return summary if summary and _identity(summary["config"]) == self.identity else None
+        return summary if summary and _identity(_completed(summary["config"])) == self.identity else None
 
 
 def _identity(config: ConfigTree) -> str:
     return json.dumps({**config, "output": None}, sort_keys=True)
+
+
+def _completed(config: ConfigTree) -> ConfigTree:
+    """A config as today's version writes it; as it is where today's version cannot read it."""
+    try:
+        return to_tree(from_tree(config))
+    except UserError:
+        return config
 
 
 def comparison_names() -> list[str]:

@@ -48,6 +48,7 @@ class Placed:
     loss: float  # under the expert that the router picks
     usual: float  # loss of the client's other rows under theirs
     doubt: float  # of the router: 1 - its largest weight
+    strange: float  # share of its prompts that are like none before
 
 
 @dataclass
@@ -88,6 +89,7 @@ class News(Step[Told]):
             came, went = client.catch_up(question.facts["t"])
             if came or went:
                 compute.adapters = None  # they are known by their buckets' numbers
+            client.let_go()
             if len(client.waiting):
                 self.method.group(compute, client)
             filled = [c for c, bucket in enumerate(client.buckets) if len(bucket)]

@@ -35,19 +35,20 @@ class ServerState(Broadcast):
         return super().tensors() | {name: tensor for name, tensor in own.items() if tensor is not None}
 
 
-def broadcast(model: Broadcast, t: int) -> Message:
+def broadcast(model: Broadcast, t: int, dtype: torch.dtype = torch.float32) -> Message:
     """Line 9: experts and routers, as every participant of round t receives them."""
     layout = model.layout
     facts: Facts = {
         "t": t, "rank": layout.rank, "experts": layout.experts, "shared": layout.shared, "shares": model.shares,
         "pace": model.pace,
     }  # fmt: skip
-    return Message(RoutedExperts.tensors(model), facts | (router_facts(model.router) if model.router else {}))
+    tensors = {name: tensor.to(dtype) for name, tensor in RoutedExperts.tensors(model).items()}
+    return Message(tensors, facts | (router_facts(model.router) if model.router else {}))
 
 
 def received(message: Message, layers: Mapping[str, Shaped], device: torch.device) -> Broadcast:
     """A broadcast as a client uses it."""
-    tensors = {name: tensor.to(device) for name, tensor in message.tensors.items()}
+    tensors = {name: tensor.to(device, torch.float32) for name, tensor in message.tensors.items()}
     facts = message.facts
     layout = AdapterLayout.of(layers, facts["rank"], facts["experts"], facts["shared"])
     router = read_router(facts) if "router_hidden" in facts else None

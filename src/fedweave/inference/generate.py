@@ -20,7 +20,7 @@ from fedweave.inference.cache import RowCache
 from fedweave.inference.record import captured
 from fedweave.kernels.frozen import times
 
-_CHECK_EVERY = 16  # steps between two looks at whether every row has ended; a look stalls the device
+_CHECK_EVERY = {"cpu": 1, "cuda": 16}  # steps between two looks at whether every row has ended; a look stalls a GPU
 
 
 @torch.no_grad()
@@ -107,7 +107,7 @@ def _decode(
         if step == 1 and device.type == "cuda" and steps > 8:
             replay = captured(advance, [newest, positions, column, done])
         replay()
-        if step % _CHECK_EVERY == _CHECK_EVERY - 1 and bool(done.all()):
+        if (step + 1) % _CHECK_EVERY[device.type] == 0 and bool(done.all()):
             return out
     done.logical_or_(torch.isin(newest, stop) | (column >= most))
     out.index_copy_(1, column, torch.where(done, backbone.tokenizer.pad_token_id, newest)[:, None])

@@ -12,7 +12,7 @@ from torch import Tensor
 from fedweave.kernels import Context, fused, tl, triton
 from fedweave.kernels.frozen import Weight, back, times
 
-BLOCK_ELEMENTS = 1 << 28  # logits of one block: 1 GiB in float32
+BLOCK_ELEMENTS = {"cpu": 1 << 23, "cuda": 1 << 28}  # logits of one block: 32 MiB and 1 GiB in float32
 _BLOCK = 4096
 
 
@@ -24,7 +24,7 @@ def token_nll(hidden: Tensor, head: Weight, targets: Tensor, softcap: float | No
 class _LinearCrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Context, hidden: Tensor, head: Weight, targets: Tensor, softcap: float | None) -> Tensor:
-        rows = max(1, BLOCK_ELEMENTS // head.shape[0])
+        rows = max(1, BLOCK_ELEMENTS[hidden.device.type] // head.shape[0])
         nll = torch.empty(len(hidden), device=hidden.device)  # [n]
         grad = torch.empty_like(hidden) if hidden.requires_grad else None  # [n, d]
         for start in range(0, len(hidden), rows):

@@ -20,7 +20,7 @@ from fedweave.kernels import Context
 from fedweave.kernels.dequantise import Quantised
 
 # Most numbers of a weight that are written out at once; what is larger, like an output layer, goes by its rows.
-AT_ONCE = {"cpu": 1 << 24, "cuda": 1 << 27}
+AT_ONCE = {"cpu": 1 << 22, "cuda": 1 << 27}
 
 
 class Scratch:

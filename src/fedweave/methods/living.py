@@ -11,7 +11,7 @@ from dataclasses import replace
 import torch
 
 from fedweave.alignment.align import expert_distances
-from fedweave.alignment.novelty import alike, novelty_limit
+from fedweave.alignment.novelty import alike, novel, novelty_limit
 from fedweave.config import Config
 from fedweave.errors import UserError
 from fedweave.federation.admission import Receipts
@@ -56,7 +56,8 @@ class Living:
         asking = self.config.living.notice == "ask"
         known = state.report.get("asked", {}) if asking else {}
         pending = [m for m in engine.members if apart(m) and known.get(m.name) != [m.sizes[c] for c in apart(m)]]
-        question, heard = broadcast(state, change.t), Receipts()
+        # half of the bytes: the model is needed for a few figures, not for signatures
+        question, heard = broadcast(state, change.t, torch.bfloat16), Receipts()
         signed = list(engine.ask(self.sign, pending, question, heard)) if pending else []
         change.heard(heard, question)
         signed.sort(key=lambda one: one[0].index)  # the order of arrival decides nothing
@@ -65,17 +66,17 @@ class Living:
         units = [(member, c) for member, _ in signed for c in apart(member)]
         blocks = signature_blocks(engine, self.discover, [told.signatures for _, told in signed])
         distances = expert_distances(blocks, kept_means(state))  # [n, M]
-        change.limit = novelty_limit(
-            state.report["own_distances"], self.config.living.alarms, state.report["halfway"]
-        )
-        experts = decide(blocks, distances, change.limit, [m.sizes[c] for m, c in units], self.config)
+        own = state.report["own_distances"]
+        change.limit = novelty_limit(own, self.config.living.alarms, state.report["halfway"])
+        new = novel(distances.min(1), [share for _, told in signed for share in told.strange], own, change.limit)
+        experts = decide(blocks, distances, new, change.limit, [m.sizes[c] for m, c in units], self.config)
         first = state.layout.experts
         if asking:  # of what would open an expert, and of nothing else
             experts = [-1 if m >= first else m for m in experts]
         figures = [
-            (loss, told.usual, doubt)
+            (loss, told.usual, doubt, strange)
             for _, told in signed
-            for loss, doubt in zip(told.losses, told.doubts, strict=True)
+            for loss, doubt, strange in zip(told.losses, told.doubts, told.strange, strict=True)
         ]
         for i, ((member, c), m) in enumerate(zip(units, experts, strict=True)):
             member.assignment = [*member.assignment[:c], m, *member.assignment[c + 1 :]]

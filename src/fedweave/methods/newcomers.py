@@ -20,12 +20,11 @@ from fedweave.federation.compute import Compute
 from fedweave.federation.message import Facts, Message
 from fedweave.federation.news import Change
 from fedweave.federation.state import Broadcast, ServerState, received
-from fedweave.federation.steps import Answer, Asked, Figure, Part, Step
+from fedweave.federation.steps import MOST_LOSS, Answer, Asked, Figure, Part, Step
 from fedweave.methods.prototypes import Discover
 from fedweave.streams import stream_key
 
 _LOOKED_AT = 64  # examples that a client measures losses on
-_MOST = 1e4  # nats: more than any vocabulary can cost
 
 
 @dataclass
@@ -36,6 +35,7 @@ class Signed:
     losses: list[float]  # under the expert that the router picks
     usual: float  # loss of the client's other rows under their experts; 0: it has none
     doubts: list[float]  # of the router: 1 - its largest weight
+    strange: list[float]  # share of their prompts that are like none before
 
 
 class Sign(Step[Signed]):
@@ -57,9 +57,11 @@ class Sign(Step[Signed]):
             usual = self._loss(compute, state, client, np.concatenate([*client.served, own[0][:0]]), gates)
             weights = state.weights(client.data.features)  # [n, M]
             picked, sure = state.gates(weights, "sparse"), weights.max(1).values.clamp(0, 1)
+            strange = (weights.sum(1) == 0).float()
             yield Answer({"signatures": torch.stack([next(signatures) for _ in own])}, {
                 "losses": [self._loss(compute, state, client, rows, picked) for rows in own],
                 "doubts": [float((1 - sure[rows]).mean()) for rows in own],
+                "strange": [float(strange[rows].mean()) for rows in own],
                 "usual": usual,
             })  # fmt: skip
 
@@ -77,16 +79,17 @@ class Sign(Step[Signed]):
     def figures(self, asked: Asked) -> dict[str, Figure]:
         count = (len(apart(asked.member)),) * 2
         return {
-            "losses": Figure(float, 0, _MOST, count),
+            "losses": Figure(float, 0, MOST_LOSS, count),
             "doubts": Figure(float, 0, 1, count),
-            "usual": Figure(float, 0, _MOST),
+            "strange": Figure(float, 0, 1, count),
+            "usual": Figure(float, 0, MOST_LOSS),
         }
 
     def parts(self, asked: Asked, figures: Facts) -> dict[str, Part]:
         return {"signatures": self.discover.signatures(asked, len(apart(asked.member)))}
 
     def read(self, asked: Asked, parts: dict[str, torch.Tensor], figures: Facts) -> Signed:
-        return Signed(parts["signatures"], figures["losses"], figures["usual"], figures["doubts"])
+        return Signed(parts["signatures"], **figures)
 
 
 def apart(member: Member) -> list[int]:
@@ -95,13 +98,18 @@ def apart(member: Member) -> list[int]:
 
 
 def decide(
-    blocks: Sequence[np.ndarray], distances: np.ndarray, limit: float, sizes: Sequence[int], config: Config
+    blocks: Sequence[np.ndarray],
+    distances: np.ndarray,
+    new: np.ndarray,
+    limit: float,
+    sizes: Sequence[int],
+    config: Config,
 ) -> list[int]:
-    """The expert of every bucket; numbers beyond those of ``distances`` [n, M] are new experts. Far buckets that
-    are near each other are one kind, which opens an expert if it has examples enough and there is room for one;
-    all others join the nearest, old or new."""
+    """The expert of every bucket; numbers beyond those of ``distances`` [n, M] are new experts. Those that are
+    ``new`` [n] and near each other are one kind, which opens an expert if it has examples enough and there is room
+    for one; all others join the nearest, old or new."""
     experts, most = distances.shape[1], config.alignment.max_experts
-    far = np.flatnonzero(distances.min(1) > limit)
+    far = np.flatnonzero(new)
     kinds = kinds_of([block[far] for block in blocks], limit)
     found = distances.argmin(1)
     opened: list[np.ndarray] = []  # buckets of each new expert
@@ -113,10 +121,10 @@ def decide(
     if opened:
         rest = np.flatnonzero(found < experts)
         labels = [next((k for k, own in enumerate(opened) if b in own), -1) for b in range(len(distances))]
-        new = expert_distances([block[rest] for block in blocks], expert_means(blocks, labels, len(opened)))
+        away = expert_distances([block[rest] for block in blocks], expert_means(blocks, labels, len(opened)))
         for row, bucket in enumerate(rest):
-            if new[row].min() < distances[bucket].min():
-                found[bucket] = experts + int(new[row].argmin())
+            if away[row].min() < distances[bucket].min():
+                found[bucket] = experts + int(away[row].argmin())
     return [int(m) for m in found]
 
 
@@ -156,5 +164,5 @@ def placed_lines(change: Change) -> Iterator[str]:
         yield (
             f"before round {change.t + 1}: {bucket.rows} rows of {bucket.client} lie {bucket.distance:.2f} from "
             f"expert {bucket.nearest} (limit {change.limit:.2f}; loss {bucket.loss:.2f}, its others "
-            f"{bucket.usual:.2f}; router's doubt {bucket.doubt:.2f}) → {where}{new}"
+            f"{bucket.usual:.2f}; router's doubt {bucket.doubt:.2f}; strange {bucket.strange:.0%}) → {where}{new}"
         )

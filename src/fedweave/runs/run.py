@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from fedweave.backbone.device import processes_on
 from fedweave.backbone.weights import weights_hash
 from fedweave.config import Config, dump_config
 from fedweave.console import Console
@@ -118,6 +119,10 @@ class RunContext(ABC):
     def validate(self, state: ServerState, completed: int) -> ValidationEvent:
         """Validation ``loss`` and what else the log keeps, after so many rounds."""
 
+    def better(self, measured: ValidationEvent, progress: Progress) -> bool:
+        """Whether this is the best round so far."""
+        return measured["loss"] < progress.best_loss
+
     def labels(self) -> LabelRecord:
         """What discovery.json adds where somebody has true labels."""
         return {}
@@ -182,7 +187,9 @@ def _execute(run: RunFolder, prepared: Prepared, console: Console) -> Summary:
     started = time.monotonic()
     workspace = prepared.build(console)
     if (processes := world()) is not None:
-        console.say(f"{processes.size} processes share the clients")
+        sharing = processes_on(workspace.backbone.device)
+        note = f", and {sharing} of them each GPU: correct, but no faster than one" if sharing > 1 else ""
+        console.say(f"{processes.size} processes share the clients{note}")
         processes.wait()
     device = workspace.backbone.device
     if device.type == "cuda":  # the peak is to be this run's, not an earlier one's in the process
@@ -206,7 +213,7 @@ def carry_out(run: RunFolder, context: RunContext, console: Console, started: fl
     run.loggers = open_loggers(context.config, run.path, progress.completed + 1 if progress else 0, console)
     if progress is None:
         state = method.prepare(context.engine, initial_state(context.config, context.backbone))
-        loss = _validate(context, state, run, 0)
+        loss = _validate(context, state, run, 0)["loss"]
         progress = Progress(state, 0, state, 0, loss, time.monotonic() - started)
         _record_discovery(run, context, state, console)
         run.save(context, progress)
@@ -236,9 +243,10 @@ def carry_out(run: RunFolder, context: RunContext, console: Console, started: fl
         if change:
             renew(progress)
         if completed % every == 0 or completed == rounds or change:
-            loss = _validate(context, state, run, completed)
-            note += f"validation {loss:.3f}"
-            verdict = judge(progress, loss, context.config.training.patience)
+            measured = _validate(context, state, run, completed)
+            note += f"validation {measured['loss']:.3f}"
+            better, patience = context.better(measured, progress), context.config.training.patience
+            verdict = judge(progress, measured["loss"], better, patience)
         follow(progress, agreed(verdict), context.engine)
         if verdict in (BACK, END):
             back = setback(progress, verdict)
@@ -276,11 +284,11 @@ def _private(context: RunContext) -> PrivacyFigures:
     return privacy_figures(context.config, context.engine.members, context.engine.answered)
 
 
-def _validate(context: RunContext, state: ServerState, run: RunFolder, completed: int) -> float:
-    """The validation loss, which is logged."""
+def _validate(context: RunContext, state: ServerState, run: RunFolder, completed: int) -> ValidationEvent:
+    """What was measured, which is logged."""
     measured = context.validate(state, completed)
     run.log(measured)
-    return measured["loss"]
+    return measured
 
 
 def _record_discovery(run: RunFolder, context: RunContext, state: ServerState, console: Console) -> None:

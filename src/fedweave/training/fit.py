@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+from fedweave.backbone.device import processes_on
 from fedweave.backbone.load import Backbone
 from fedweave.config import TrainingConfig
 from fedweave.experts.layout import AdapterLayout
@@ -20,7 +21,7 @@ USABLE = 0.92  # of the free memory; the rest is for holes between tensors and w
 _LARGEST_OF_TEN = 1.54  # standard deviations above the mean
 _CPU_TOKENS = 4096  # a longer step is no faster on a CPU
 _CPU_BYTES = 4e9  # of activations in a step on a CPU
-_CPU_BYTES_OF_SMALL = 2e8  # the same where weights stay quantised: who wants that has little memory
+_CPU_BYTES_OF_SMALL = 5e8  # the same where weights stay quantised: who wants that has little memory
 _WAYS = {"off": [False], "on": [True], "auto": [False, True]}  # whether layers run again; of equals the first
 
 
@@ -35,9 +36,16 @@ class Fit:
 
 def cpu_tokens(per_token: float, quantised: bool = False) -> int:
     """Most tokens of a step on a CPU; ``per_token`` are the bytes that each keeps. Where the backbone's weights
-    stay ``quantised``, fewer: unpacking them costs no more than a few dozen tokens."""
+    stay ``quantised``, fewer: unpacking them costs no more than a few dozen tokens do."""
     least, room = (256, _CPU_BYTES_OF_SMALL) if quantised else (512, _CPU_BYTES)
     return min(_CPU_TOKENS, max(least, int(room / per_token)))
+
+
+def cpu_lanes(lanes: int, tokens: float, limit: int) -> int:
+    """How many of so many lanes, each with so many ``tokens``, march together where a step has at most ``limit``:
+    groups are about equal, for short steps are slow ones."""
+    groups = math.ceil(lanes / max(1, int(limit / tokens)))
+    return math.ceil(lanes / groups)
 
 
 def lanes_that_fit(
@@ -52,8 +60,8 @@ def lanes_that_fit(
         if asked != "auto":
             return Fit(int(asked), f"training.clients_per_step={asked}", again)
         limit = cpu_tokens(memory.token_bytes(again), backbone.quantised)
-        return Fit(max(1, int(limit / one.tokens)), f"{limit} tokens in a step", again)
-    free, _ = torch.cuda.mem_get_info(backbone.device)
+        return Fit(cpu_lanes(len(lanes), one.tokens, limit), f"{limit} tokens in a step", again)
+    free = torch.cuda.mem_get_info(backbone.device)[0] // processes_on(backbone.device)
     free += torch.cuda.memory_reserved(backbone.device) - torch.cuda.memory_allocated(backbone.device)
     if not backbone.quantised:
         free -= int(memory.rounded(training.fp8))  # which the first step makes

@@ -134,7 +134,8 @@ class StepMemory:
         """Bytes beside the backbone at the peak of a step: tensors on a GPU; on a CPU, which also holds logits and
         their gradient at once, with the holes between them."""
         tokens = step.most_tokens
-        logits = min(BLOCK_ELEMENTS, step.answers * tokens * self.config.vocab_size) * self.element * (1 + cpu)
+        block = BLOCK_ELEMENTS["cpu" if cpu else "cuda"]
+        logits = min(block, step.answers * tokens * self.config.vocab_size) * self.element * (1 + cpu)
         if checkpointing:  # where logits are made, the layer that runs again has not begun
             logits -= tokens * self.element * self.layer_numbers(step)
         per_number = 20 + (2 * self.element if self.element < 4 else 0)
@@ -168,11 +169,11 @@ class StepMemory:
         numbers = self.config.num_hidden_layers * d * (2 * q + 2 * k + 3 * inner)
         return float(numbers * {"off": 0, "forward": 1, "both": 2}[fp8] * self.fused)
 
-    def unpacked(self, head: bool) -> float:
+    def unpacked(self, head: bool, cpu: bool = False) -> float:
         """Bytes in which quantised weights take turns; ``head``: the output layer is one of them."""
         d, q, k, inner = self._widths
         largest = max(d * (q + 2 * k), 2 * d * inner, head * d * self.config.vocab_size)
-        return float(min(AT_ONCE["cuda"], largest) * self.element)
+        return float(min(AT_ONCE["cpu" if cpu else "cuda"], largest) * self.element)
 
 
 def in_all(parts: dict[str, float]) -> float:

@@ -25,6 +25,7 @@ from fedweave.data.examples import Example
 from fedweave.data.own import hold_out, read_examples
 from fedweave.errors import UserError
 from fedweave.federation import masks
+from fedweave.federation.admission import Sealed
 from fedweave.federation.checkpoint import load_checkpoint, save_checkpoint
 from fedweave.federation.client import Client
 from fedweave.federation.engines.in_process import InProcessEngine
@@ -195,10 +196,11 @@ class Site:
         self.session: Session | None = None
         self.ledger = Ledger(source.state / "privacy.json" if source.state is not None else None)
 
-    def answer(self, question: Message) -> Message:
-        """The answer, or one sentence that says why there is none and nothing of the site."""
+    def answer(self, sealed: Sealed) -> Message:
+        """The answer, or one sentence that says why there is none and nothing of the site. A question that cannot
+        be opened is the server's fault, and no reason to stop."""
         try:
-            return self.reply(question)
+            return self.reply(sealed if isinstance(sealed, Message) else sealed())
         except Declined as error:
             self.console.warn(str(error))
             return Message(facts={"error": str(error)})
@@ -243,13 +245,12 @@ class Site:
         if question.facts["assignment"]:
             self._align(session, question)
         if step.name not in masks.NAMES:
-            self.ledger.spend(session.key[2], session.key[0], step.name, floors.epsilon)
+            self.ledger.spend(session.key[2], session.key[0], step.name, floors)
         session.client.held = session.feed.held
         engine = session.engine
         asked = [Asked(session.client, question, engine.layers, engine.width)]
         ((_, message),) = engine.answers(step, asked, question)
-        if not question.facts["assignment"] or step.name == News.name:  # they form buckets
-            check_buckets(floors, session.client.sizes)
+        check_buckets(floors, session.client.sizes)
         self._remember(session)
         return message
 
@@ -288,7 +289,7 @@ class Site:
         feed = SiteFeed(self.source, config, index, encode, self.console, saved)
         if not len(feed.here):
             raise UserError("no training row is left after rows with too long answers were dropped.")
-        client = Client(index, feed.here, held=feed.held, feed=feed)
+        client = Client(index, feed.here, held=feed.held, feed=feed, least=self.source.floors.least)
         if saved is not None:
             feed.restore(client, saved)
         if folder is not None and (folder / _MEMORY).is_dir():
