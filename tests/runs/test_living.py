@@ -50,12 +50,15 @@ def test_a_run_resumed_after_every_round_finds_the_rows_of_that_round(tmp_path, 
 # -------------------------------------------------------------------------------------- experts that open
 
 
-def test_kill_and_resume_around_an_opening_is_bit_identical(tmp_path, small, tiny_run):
-    """A run that ends and goes on before and after every change is the run that never stopped."""
-    whole, broken = tiny_run(*OPENING), tmp_path / "broken"
+@pytest.mark.parametrize("precision", ["float32", "int8"])
+def test_kill_and_resume_around_an_opening_is_bit_identical(tmp_path, small, tiny_run, precision):
+    """A run that ends and goes on before and after every change is the run that never stopped. What rounding took
+    from a router with fewer outputs is nothing to a wider one."""
+    rounding = [f"federation.update_dtype={precision}"] if precision != "float32" else []
+    whole, broken = tiny_run(*OPENING, *rounding), tmp_path / "broken"
     first = events(whole, "change")[0]
     assert first["round"] == 2 and first["opened"], "an expert has opened"
-    begin = ["run", "quickstart", *small, *OPENING, "training.rounds=1", f"output={broken}", "--quiet"]
+    begin = ["run", "quickstart", *small, *OPENING, *rounding, "training.rounds=1", f"output={broken}", "--quiet"]
     assert main(begin) == 0
     for rounds in (2, 3, 4):
         assert main(["resume", str(broken), f"training.rounds={rounds}", "--quiet"]) == 0

@@ -68,13 +68,16 @@ class Memory:
         self.before: dict[str, torch.Tensor] = {}  # as the open round found it
         self.after: dict[str, torch.Tensor] = {}  # as it leaves it
 
-    def begin(self, t: int, pace: float = 1.0) -> None:
+    def begin(self, t: int, pace: float = 1.0, router: tuple[str, int] | None = None) -> None:
         """Round t opens. A server that goes back further than one round finds the oldest state that is left; what
-        rounding took since then is forgotten, as it is where a lower pace tells that a run is back at its best."""
+        rounding took since then is forgotten, as it is where a lower pace tells that a run is back at its best, or
+        the length of the router (its part's name, and how long it is) that there are other experts than before."""
         slower = self.pace is not None and pace < self.pace
         if t > self.round:
             self.before = self.after
-        if t < self.round or slower:
+        owed = self.before.get(RESIDUAL + router[0]) if router else None
+        resized = router is not None and owed is not None and len(owed) != router[1]
+        if t < self.round or slower or resized:
             self.before = {name: x for name, x in self.before.items() if not name.startswith(RESIDUAL)}
         self.round, self.pace, self.after = t, pace, dict(self.before)
 

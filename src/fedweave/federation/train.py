@@ -59,8 +59,9 @@ class Train(Summed[Update]):
 
     def answer(self, compute: Compute, clients: Sequence[Client], question: Message) -> Iterator[Answer]:
         state, t = received(question, compute.layers, compute.device), question.facts["t"]
+        router = (ROUTER, state.router.trained.size) if state.router is not None else None
         for client in clients:
-            client.memory.begin(t, state.pace)
+            client.memory.begin(t, state.pace, router)
         shared = self.method.shared(state.layout, t)
         updates = self.method.local_updates(compute, state, clients, t)
         for client, update in zip(clients, updates, strict=True):
