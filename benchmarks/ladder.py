@@ -3,7 +3,7 @@
     python -m benchmarks.ladder                                    # about two minutes on a CPU
     python -m benchmarks.ladder --shapes 135m 0.5b 3b 8b --sweep   # the published figures (H200)
     python -m benchmarks.ladder --shapes 8b --fastest              # the last rungs and decoding alone
-    python -m benchmarks.ladder --shapes 135m 3b --decoding        # decoding alone
+    python -m benchmarks.ladder --shapes 135m 3b --only decoding        # decoding alone
 
 One round is 20 clients × 10 steps × batch 8 with M = 4 experts of rank 8 (on a CPU: 2 × 1 × 4). The PEFT loops are
 timed on a few clients and scaled to all: clients come one after another there, so time is proportional. The last
@@ -18,6 +18,7 @@ import argparse
 import gc
 import json
 import platform
+import re
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
@@ -56,13 +57,18 @@ from fedweave.training.batch import ClientData, Lane
 class Bench:
     """One shape on one device, and everything that is measured of it."""
 
-    def __init__(self, shape: str, device: torch.device, options: argparse.Namespace):
-        self.shape, self.device, self.options = SHAPES[shape], device, options
+    def __init__(
+        self, shape: str, device: torch.device, options: argparse.Namespace, save: Callable[[dict[str, Any]], None]
+    ):
+        self.shape, self.device, self.options, self.save = SHAPES[shape], device, options, save
         self.dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
         self.gpu = device.type == "cuda"  # a CPU has nothing to warm up, and no time for it
         self.rows: list[dict[str, Any]] = []
         self.rate = matmul_rate(device, self.dtype)
         self.parameters = sum(p.numel() for p in self.model().parameters())
+
+    def wanted(self, name: str) -> bool:
+        return re.search(self.options.only, name) is not None
 
     def model(self, four_bits: bool = False) -> Any:
         gc.collect()
@@ -76,6 +82,8 @@ class Bench:
 
     def record(self, name: str, tokens: int, measure: Callable[[], float], more: dict[str, Any]) -> None:
         """Add a rung; one that does not fit or cannot run says so instead of ending the benchmark."""
+        if not self.wanted(name):
+            return
         row: dict[str, Any] = {"name": name}
         try:
             spent = measure()
@@ -91,6 +99,7 @@ class Bench:
         except ImportError as error:
             row["failed"] = f"needs {error.name}"
         self.rows.append(row | more)
+        self.save({"rungs": self.rows})  # a crash or a time limit loses this one at most
         shown = (
             f"{row['seconds']:8.3f} s {row['tokens_per_second']:10,.0f} tok/s"
             if "seconds" in row
@@ -208,6 +217,8 @@ class Bench:
 
     def decoding(self) -> list[dict[str, Any]]:
         """What one expert and all experts cost while decoding: few on two layers, and many on every linear one."""
+        if not self.wanted("decoding"):
+            return []
         backbone = backbone_of(self.model(), True)
         few, many = self._decoding(backbone, TARGETS, EXPERTS), self._decoding(backbone, EVERY, MANY)
         return [*few, *many]
@@ -227,7 +238,7 @@ class Bench:
 
     def sweep(self) -> list[dict[str, Any]]:
         """Seconds a round over the number of clients, and over the tokens of each."""
-        o, self.rows = self.options, []
+        o, self.rows, self.save = self.options, [], lambda more: None
         for count in (5, 10, 20, 40):
             self._point(f"{count} clients", count, o.batch)
         for batch in (4, 16, 32):
@@ -253,7 +264,7 @@ def main() -> None:
         "--reference-clients", type=int, default=2, help="how many PEFT loops are timed on; 0: none"
     )
     parser.add_argument("--fastest", action="store_true", help="leave the slower rungs out")
-    parser.add_argument("--decoding", action="store_true", help="leave training out")
+    parser.add_argument("--only", default="", metavar="PATTERN", help="rungs whose name has this, and no other")
     parser.add_argument("--sweep", action="store_true", help="also vary clients and tokens")
     parser.add_argument("--output", type=Path, help="a JSON file; other shapes in it stay")
     options = parser.parse_args()
@@ -273,13 +284,19 @@ def main() -> None:
             result = before
     for shape in options.shapes:
         print(f"{shape} on {result['device']}: {options.clients} clients × {options.steps} steps × {options.batch}")
-        bench = Bench(shape, device, options)
-        trained = {} if options.decoding else bench.ladder()
-        result["shapes"][shape] = trained | {"decoding": bench.decoding()}
+        found: dict[str, Any] = {}
+
+        def save(more: dict[str, Any], found: dict[str, Any] = found, shape: str = shape) -> None:
+            result["shapes"][shape] = found | more
+            if options.output:
+                options.output.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+
+        bench = Bench(shape, device, options, save)
+        found |= bench.ladder()
+        found |= {"decoding": bench.decoding()}
         if options.sweep:
-            result["shapes"][shape]["sweep"] = bench.sweep()
-        if options.output:  # after every shape: a crash loses at most one
-            options.output.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+            found |= {"sweep": bench.sweep()}
+        save({})
 
 
 if __name__ == "__main__":

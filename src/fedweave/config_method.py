@@ -256,10 +256,10 @@ class LivingConfig:
 class AttackConfig:
     """Hostile clients of a simulation, to see what a rule is worth (docs/trust.md); they follow from the seed."""
 
-    kind: Literal["none", "flip", "shout", "inflate", "labels", "bucket"] = setting(
+    kind: Literal["none", "flip", "shout", "claim", "inflate", "labels", "bucket"] = setting(
         "none",
-        "flip: the opposite of what was learned; shout: eight times the opposite; inflate: the opposite, with a "
-        "thousand times as many examples; labels: trained on other rows' answers; bucket: trained on one wrong "
-        "answer to prompts of one kind, the first in the alphabet.",
+        "flip: the opposite of what was learned; shout: eight times the opposite; claim: the opposite, for all "
+        "experts; inflate: the opposite, with a thousand times as many examples; labels: trained on other rows' "
+        "answers; bucket: trained on one wrong answer to prompts of one kind, the first in the alphabet.",
     )
     clients: float = setting(0.05, "Hostile clients, as a share of all; one at least.", low=0.0, high=1.0)

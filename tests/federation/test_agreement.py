@@ -1,4 +1,4 @@
-"""Who pulls with the others: worked out by hand on three clients."""
+"""Who pulls with the others: worked out by hand on a few clients."""
 
 import pytest
 import torch
@@ -22,10 +22,23 @@ def test_a_client_against_the_others_is_negative_and_a_lone_specialist_has_no_an
     agreement.add(update(1, 2 * step, [10, 0]))
     agreement.add(update(2, -step * expert0 + 1e6 * (1 - expert0), [5, 0]))  # its expert 1 is not uploaded
     agreement.add(update(3, step, [0, 7]))
+    agreement.add(update(4, step, [1, 0]))
     cosines = agreement.cosines()
-    assert cosines[0] == pytest.approx(1.0, abs=1e-5) and cosines[1] == pytest.approx(1.0, abs=1e-5)
+    assert all(cosines[client] == pytest.approx(1.0, abs=1e-5) for client in (0, 1, 4))
     assert cosines[2] == pytest.approx(-1.0, abs=1e-5), "what a client does not upload must not count"
     assert cosines[3] is None
+
+
+@pytest.mark.parametrize(("length", "claim"), [(1, 1_000_000), (1000, 10)])
+def test_who_claims_much_or_shouts_is_not_the_others(length, claim):
+    """It would have the honest clients quarantined in its place."""
+    step = torch.randn(LAYOUT.size, generator=torch.Generator().manual_seed(1))
+    agreement = Agreement(LAYOUT)
+    for client in range(3):
+        agreement.add(update(client, step, [10, 10]))
+    agreement.add(update(3, -length * step, [claim, claim]))
+    cosines = agreement.cosines()
+    assert cosines[3] == pytest.approx(-1.0) and all(cosines[client] == pytest.approx(1.0) for client in range(3))
 
 
 def test_a_sample_of_columns_is_close_to_the_whole():

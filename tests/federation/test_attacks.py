@@ -57,3 +57,14 @@ def test_a_thousand_times_the_examples_are_believed_and_held_down_by_the_ceiling
     _, held, _, _ = first_round(capped, backbone)
     moves = [torch.cosine_similarity(theta - start, honest - start, dim=0) for theta in (taken, held)]
     assert moves[0] < 0 < moves[1]
+
+
+def test_who_claims_experts_that_it_was_not_given_is_refused(config, backbone):
+    config = changed(
+        config, attack={"kind": "claim", "clients": 0.2}, data={"clients": 5, "partition": "pure"},
+        training={"rounds": 1}, discovery={"max_buckets": 1}, federation={"rule": "clip"},
+    )  # fmt: skip
+    _, _, report, engine = first_round(config, backbone)
+    (hostile,) = hostile_clients(config)
+    ((name, why),) = report.receipts.refused
+    assert name == engine.members[hostile].name and "claims" in why

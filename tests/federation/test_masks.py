@@ -1,6 +1,7 @@
 """Secure aggregation in whole federations: the same model, of sums alone, whichever clients drop out."""
 
 import json
+import math
 from dataclasses import replace
 
 import pytest
@@ -19,7 +20,7 @@ from fedweave.federation.site.settings import Floors, SiteConfig
 from fedweave.federation.state import broadcast
 from fedweave.methods import build_method
 from fedweave.privacy.budget import Budget
-from fedweave.privacy.masking import threshold
+from fedweave.privacy.masking import FRACTION, threshold
 from tests.federation.flower.conftest import Federation, models  # noqa: F401 - a fixture
 from tests.federations import changed, make_engine, run
 from tests.helpers import events
@@ -212,3 +213,41 @@ def test_a_rehearsal_shows_what_would_be_masked(config, tmp_path, model_folder):
     assert "masks   on all that is added up" in said and "secure True" in said and "expert.0" in said
     with pytest.raises(UserError, match=r"floors\.secure asks for"):
         check_site(settings, masked(config, on=False), build_method, Console(quiet=True))
+
+
+# -------------------------------------------------------------------------------------- one that lies
+
+
+@pytest.mark.parametrize(
+    ("step", "part", "value"),
+    [("start", "expert.0", 1e6), ("warm", "router", 1e6), ("train", "router", 1e6),
+     ("train", "figure.counts", -1e4), ("train", "figure.samples", -1e4), ("evaluate", "figure.total", -1e6)],
+)  # fmt: skip
+def test_a_sum_that_no_clients_can_have_is_not_used(step, part, value, config, backbone):
+    """Nobody sees whose it was, but what one client adds does not become the model."""
+    config = masked(config, training={"rounds": 1})
+    engine, method, said = make_engine(config, backbone), build_method(config), []
+    engine.console.warn, real = said.append, engine.answers
+    for client in engine.members:
+        client.held = client.data
+
+    def lying(asked_step, asked, question):
+        for one, (client, message) in zip(asked, real(asked_step, asked, question), strict=True):
+            if client.index == 1 and asked_step.name == step:
+                first = 0
+                for name, shape in asked_step.totals(one).items():
+                    if name == part:
+                        message.tensors[MASKED][first : first + math.prod(shape)] += int(value * 2**FRACTION)
+                    first += math.prod(shape)
+            yield client, message
+
+    engine.answers = lying
+    state = method.prepare(engine)
+    if step == "train":
+        with pytest.raises(UserError, match="round 1 got 0 of the 1 usable answers"):
+            one_round(method, engine, state, engine.members, 0)
+    elif step == "evaluate":
+        assert evaluated(engine, method, state).count == 0
+    engine.detach()
+    assert len(said) >= 1 and all("the sum of all answers is not used" in line for line in said)
+    assert state.theta.abs().max() < 10 and state.phi.abs().max() < 10

@@ -19,7 +19,7 @@ from fedweave.federation.private import Noise, privacy_figures
 from fedweave.federation.rounds import one_round
 from fedweave.federation.site.ledger import Ledger
 from fedweave.federation.site.rehearsal import RehearsalEngine
-from fedweave.federation.site.settings import SiteConfig
+from fedweave.federation.site.settings import Floors, SiteConfig
 from fedweave.federation.site.site import Models, OwnFiles, Site
 from fedweave.federation.state import broadcast
 from fedweave.federation.steps import Answer, Asked
@@ -231,15 +231,15 @@ def test_card_report_and_last_lines_say_what_was_spent(tiny_run, tmp_path):
 def test_a_site_counts_its_answers_over_restarts_and_stops_at_what_was_agreed(config, tmp_path):
     config, path = private(config, training={"rounds": 2}), tmp_path / "privacy.json"
     for _ in range(2):
-        Ledger(path).spend("f", config, "train", most=100.0)  # as if started anew in between
+        Ledger(path).spend("f", config, "train", Floors(epsilon=100.0))  # as if started anew in between
     assert json.loads(path.read_text())["f"]["answers"] == {"train": 2}
     with pytest.raises(UserError, match="its privacy budget is spent: 'train'"):
-        Ledger(path).spend("f", config, "train", most=100.0)
+        Ledger(path).spend("f", config, "train", Floors(epsilon=100.0))
     with pytest.raises(UserError, match="changed what its noise follows from"):
-        Ledger(path).spend("f", private(config, "example", training={"rounds": 9}), "train", most=100.0)
+        Ledger(path).spend("f", private(config, "example", training={"rounds": 9}), "train", Floors(epsilon=100.0))
     with pytest.raises(UserError, match=r"more of its privacy than floors\.epsilon=10"):
-        Ledger(path).spend("another", config, "train", most=10.0)
-    Ledger(path).spend("another", config, "train", most=16.0)
+        Ledger(path).spend("another", config, "train", Floors(epsilon=10.0))
+    Ledger(path).spend("another", config, "train", Floors(epsilon=16.0))
     assert planned(config)["train"] == 2
 
 
@@ -268,4 +268,4 @@ def test_nobody_else_knows_the_noise_of_a_site_and_it_stops_when_its_budget_is_s
 
 def test_a_question_that_no_plan_has_is_not_answered(config, tmp_path):
     with pytest.raises(UserError, match="its privacy budget is spent: 'warm'"):
-        Ledger(None).spend("f", private(config, router={"warm_start": {"enabled": False}}), "warm", 100.0)
+        Ledger(None).spend("f", private(config, router={"warm_start": {"enabled": False}}), "warm", Floors())

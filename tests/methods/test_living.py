@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 
+from fedweave.errors import UserError
 from fedweave.federation.client import Client, examples_of
 from fedweave.federation.rounds import federate
 from fedweave.methods import build_method
@@ -264,6 +265,17 @@ def test_an_expert_that_nobody_feeds_is_retired_where_that_is_asked_for(living, 
     assert all(torch.equal(old, new) for old, new in zip(kept, state.layout.unstack(state.theta), strict=True))
     assert state.router.experts == len(state.signatures) == experts - 1
     assert all(max(client.assignment) < experts - 1 for client in engine.members)
+
+
+def test_a_round_without_any_row_is_one_sentence(living, backbone):
+    engine, method = federation(living, backbone)
+    state = method.prepare(engine)
+    for client in engine.members:
+        client.feed = Arriving(client, np.arange(len(client.data)))
+        client.feed.everything = client.data.part(np.arange(0))
+    with pytest.raises(UserError, match="nobody has rows to train on in round 2: they are gone"):
+        federate(method, engine, state, range(2), lambda state, report: None)
+    engine.detach()
 
 
 class Leaving:

@@ -33,7 +33,7 @@ def verdicts(losses, patience, state, first=10.0):
     progress, engine, found = Progress(state, 0, state, 0, first, 0.0), Recorder(), []
     for t, loss in zip(rounds_left(progress, len(losses)), losses, strict=False):
         progress.completed = t + 1
-        found.append(judge(progress, loss, patience))
+        found.append(judge(progress, loss, loss < progress.best_loss, patience))
         follow(progress, found[-1], engine)
     assert engine.went_back == found.count(BACK)
     return found, progress

@@ -5,9 +5,12 @@ import pytest
 import fedweave
 from fedweave.cli import main
 from fedweave.config import load_config
+from fedweave.console import Console
+from fedweave.errors import UserError
 from fedweave.report.timeline import lives
 from fedweave.runs.folder import RunFolder
 from fedweave.runs.reading import read_run
+from fedweave.runs.workspace import prepare
 from tests.helpers import events, read_json
 from tests.runs.test_faults import state_of
 
@@ -47,12 +50,15 @@ def test_a_run_resumed_after_every_round_finds_the_rows_of_that_round(tmp_path, 
 # -------------------------------------------------------------------------------------- experts that open
 
 
-def test_kill_and_resume_around_an_opening_is_bit_identical(tmp_path, small, tiny_run):
-    """A run that ends and goes on before and after every change is the run that never stopped."""
-    whole, broken = tiny_run(*OPENING), tmp_path / "broken"
+@pytest.mark.parametrize("precision", ["float32", "int8"])
+def test_kill_and_resume_around_an_opening_is_bit_identical(tmp_path, small, tiny_run, precision):
+    """A run that ends and goes on before and after every change is the run that never stopped. What rounding took
+    from a router with fewer outputs is nothing to a wider one."""
+    rounding = [f"federation.update_dtype={precision}"] if precision != "float32" else []
+    whole, broken = tiny_run(*OPENING, *rounding), tmp_path / "broken"
     first = events(whole, "change")[0]
     assert first["round"] == 2 and first["opened"], "an expert has opened"
-    begin = ["run", "quickstart", *small, *OPENING, "training.rounds=1", f"output={broken}", "--quiet"]
+    begin = ["run", "quickstart", *small, *OPENING, *rounding, "training.rounds=1", f"output={broken}", "--quiet"]
     assert main(begin) == 0
     for rounds in (2, 3, 4):
         assert main(["resume", str(broken), f"training.rounds={rounds}", "--quiet"]) == 0
@@ -127,6 +133,22 @@ def test_a_run_that_kept_no_signatures_says_so(tiny_copy, complains):
     assert "it began with living.notice=off" in complains(
         "resume", run, "living.notice=open", "training.rounds=4", "--quiet"
     )
+
+
+def test_several_processes_say_that_they_cannot_share_clients_whose_data_change(monkeypatch, small):
+    """Before anything is loaded: there is no such model."""
+    monkeypatch.setattr("fedweave.runs.workspace.world", lambda: object())
+    config = load_config("quickstart", [*small, CHANGES, "backbone.model=nowhere"])
+    with pytest.raises(UserError, match=r"data\.changes needs one process; start the run without torchrun"):
+        prepare(config, Console(quiet=True))
+
+
+@pytest.mark.parametrize("other", ["privacy.level=example", "federation.secure_aggregation=true"])
+@pytest.mark.parametrize("asked", ["living.notice=open", CHANGES])
+def test_privacy_and_masked_sums_say_that_data_must_stay(other, asked):
+    private = ["discovery.max_buckets=1", "discovery.sketch=4"]
+    with pytest.raises(UserError, match=r"leave data\.changes empty and living\.notice=off"):
+        load_config("quickstart", [*private, other, asked])
 
 
 def test_off_is_a_word():

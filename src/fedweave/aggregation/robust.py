@@ -6,7 +6,8 @@ client's weight is its own claim, so none counts for more than ``federation.max_
 that compare numbers one by one (median, trimmed) count every client alike.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from statistics import median_low
 
 import torch
 
@@ -23,8 +24,12 @@ def mean(rows: torch.Tensor, shares: torch.Tensor, hostile: float) -> torch.Tens
 
 def clip(rows: torch.Tensor, shares: torch.Tensor, hostile: float) -> torch.Tensor:
     """No update is longer than the median one."""
-    norms = rows.norm(dim=1)
-    return shares @ (rows * (norms.median() / norms.clamp(min=1e-20)).clamp(max=1.0)[:, None])
+    return shares @ shortened(rows, rows.norm(dim=1).median())
+
+
+def shortened(rows: torch.Tensor, most: torch.Tensor) -> torch.Tensor:
+    """These rows, none of them longer than that."""
+    return rows * (most / rows.norm(dim=1).clamp(min=1e-20)).clamp(max=1.0)[:, None]
 
 
 def median(rows: torch.Tensor, shares: torch.Tensor, hostile: float) -> torch.Tensor:
@@ -61,6 +66,9 @@ RULES: dict[str, Rule] = {
 }  # fmt: skip
 
 
+FOR_STRANGERS = "clip"  # the default over sites
+
+
 def capped(weights: Sequence[float], most: float) -> torch.Tensor:
     """Weights as shares of which none is above ``most``, or all alike where that cannot be; the surplus goes to
     the others in proportion."""
@@ -73,6 +81,17 @@ def capped(weights: Sequence[float], most: float) -> torch.Tensor:
         rest = shares[~over].sum()
         shares = torch.where(over, most, shares * ((1 - most * over.sum()) / rest))
     return shares
+
+
+def believed(claims: Mapping[int, int], config: Config) -> dict[int, float]:
+    """The part of every client's claimed examples that counts where examples are counted, so that none has more
+    than ``federation.max_share`` of them; the median client's all do."""
+    most, claims = chosen_share(config), {index: size for index, size in claims.items() if size}
+    if most >= 1 or not claims:
+        return dict.fromkeys(claims, 1.0)
+    shares = capped(list(claims.values()), most).tolist()
+    whole = median_low(size / share for size, share in zip(claims.values(), shares, strict=True))
+    return {index: share * whole / size for (index, size), share in zip(claims.items(), shares, strict=True)}
 
 
 def _bad(n: int, hostile: float) -> int:
@@ -97,11 +116,20 @@ class RobustClients:
     def weight(self) -> float:
         return sum(self.weights)
 
-    def step(self) -> torch.Tensor:
+    def step(self, usual: torch.Tensor | None = None) -> torch.Tensor:
+        """Two clients have no middle: by every rule but the mean neither of them is longer than ``usual``."""
         if not self.rows:
             return torch.zeros(self.size, device=self.device)
         rows = torch.stack(self.rows)  # [n, p]
+        if usual is not None and len(rows) < 3 and self.rule is not mean:
+            rows = shortened(rows, usual)
         return self.rule(rows, capped(self.weights, self.most).to(rows), self.hostile)
+
+
+def usual_length(averages: Iterable[ClientAverage | RobustClients]) -> torch.Tensor | None:
+    """The median length of all clients' updates of all experts; None where too few are kept to tell."""
+    rows = [row for one in averages if isinstance(one, RobustClients) for row in one.rows]
+    return torch.stack([row.norm() for row in rows]).median() if len(rows) > 2 else None
 
 
 class RobustExperts:
@@ -119,15 +147,16 @@ class RobustExperts:
                 part.add(delta[columns], weight)
 
     def step(self) -> torch.Tensor:
-        for columns, part in zip(self.columns, self.parts, strict=True):
-            self.move[columns] = part.step()
+        usual = usual_length(self.parts[:-1])
+        for m, (columns, part) in enumerate(zip(self.columns, self.parts, strict=True)):
+            self.move[columns] = part.step(usual if m < len(self.parts) - 1 else None)  # what all share is larger
         return self.move
 
 
 def chosen_rule(config: Config) -> str:
     """auto: strangers are not believed at any length, clients of this process are."""
     rule = config.federation.rule
-    return rule if rule != "auto" else "clip" if _strangers(config) else "mean"
+    return rule if rule != "auto" else FOR_STRANGERS if _strangers(config) else "mean"
 
 
 def chosen_share(config: Config) -> float:

@@ -5,9 +5,9 @@ import os
 from collections.abc import Sequence
 from pathlib import Path
 
+from fedweave.compare.against import attack_table, private_table
 from fedweave.compare.bar import bar_table
 from fedweave.compare.grid import Cell, Comparison, Outcome, Runner, cells, load_comparison
-from fedweave.compare.hostile import attack_table
 from fedweave.compare.life import life_courses, life_table
 from fedweave.compare.record import read_record, write_record
 from fedweave.compare.tables import Results, as_csv, choose_best, latex, markdown
@@ -89,8 +89,8 @@ def _write(comparison: Comparison, outcome: Outcome, output: Path, console: Cons
         )
     parts = _parts(finished, comparison.tables)
     text += "\n".join(f"### {name}\n\n{markdown(part)}" if name else markdown(part) for name, part in parts.items())
-    told = outcome.finished, outcome.folders
-    for more in (life_table(*told), bar_table(*told), attack_table(outcome.finished)):
+    ended, told = outcome.finished, (outcome.finished, outcome.folders)
+    for more in (life_table(*told), bar_table(*told), attack_table(ended), private_table(ended)):
         text += f"\n{more}" if more else ""
     output.mkdir(parents=True, exist_ok=True)  # all of its cells may stand elsewhere
     if courses := life_courses(outcome.finished, outcome.folders):

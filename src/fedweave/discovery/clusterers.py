@@ -9,7 +9,7 @@ import os
 import warnings
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -82,6 +82,19 @@ class Buckets:
     members: list[np.ndarray]
     silhouettes: dict[int, float]
     note: str = ""  # why there is only one bucket, when that was forced
+
+    def joined(self, least: int, features: np.ndarray) -> Buckets:
+        """These buckets, where the smallest joins the one whose mean feature is nearest until none has fewer than
+        ``least``; features [n, d]."""
+        if min(map(len, self.members)) >= least:
+            return self
+        members = list(self.members)
+        while len(members) > 1 and min(map(len, members)) < least:
+            small = members.pop(int(np.argmin([len(bucket) for bucket in members])))
+            means = np.stack([features[bucket].mean(0) for bucket in members])
+            near = int(np.linalg.norm(means - features[small].mean(0), axis=1).argmin())
+            members[near] = np.sort(np.concatenate([members[near], small]))
+        return replace(self, members=sorted(members, key=lambda bucket: bucket[0]))
 
 
 def discover_buckets(

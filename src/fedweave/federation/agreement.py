@@ -1,7 +1,9 @@
 """Does a client pull with the others or against them? The cosine of its update with the rest, round by round.
 
-The comparison is fair to specialists: a client is held only against what others do to the same experts. It reads a
-fixed sample of columns, so that the server keeps a few kilobytes per client and never a second copy of an update.
+The comparison is fair to specialists: a client is held only against what others do to the same experts. It believes
+no claim: on an expert all count alike, however many examples they say they have and however long their updates are,
+or one liar would be "the others", and the honest would pull against it. It reads a fixed sample of columns, so that
+the server keeps a few kilobytes per client and never a second copy of an update.
 """
 
 import torch
@@ -20,23 +22,24 @@ class Agreement:
         generator = torch.Generator().manual_seed(0)
         self.columns = torch.randint(layout.size, (SAMPLE,), generator=generator).unique()  # [s]
         self.owner = layout.expert_of_column[self.columns]  # [s] the expert of each, M: all
-        self.seen: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}  # client -> (values [s], weights [s])
+        self.seen: dict[int, torch.Tensor] = {}  # client -> [s], of length 1 on every expert; 0: not uploaded
 
     def add(self, update: Update) -> None:
-        values = update.delta_theta[self.columns.to(update.delta_theta.device)].float().cpu()
+        values = update.delta_theta[self.columns.to(update.delta_theta.device)].double().cpu()
         counts = torch.tensor([*update.counts.tolist(), update.samples])  # n(i,m), and |D_i| for what all share
-        weights = counts[self.owner]  # [s]; 0: not uploaded
-        self.seen[update.client] = (values * (weights > 0), weights)
+        values = values * (counts[self.owner] > 0)
+        squares = torch.zeros(len(counts), dtype=torch.float64).index_add_(0, self.owner, values.square())
+        self.seen[update.client] = values / squares.sqrt().clamp(min=1e-30)[self.owner]
 
     def cosines(self) -> dict[int, float | None]:
-        """Per client the cosine with the weighted mean of all others on its experts; None where it is alone."""
+        """Per client the cosine with the sum of all others on its experts; None where it is alone."""
         if not self.seen:
             return {}
         seen = dict(sorted(self.seen.items()))  # the order of arrival decides nothing
-        total = torch.stack([values * weights for values, weights in seen.values()]).sum(0)
+        total = torch.stack(list(seen.values())).sum(0)
         out: dict[int, float | None] = {}
-        for client, (values, weights) in seen.items():
-            rest = (total - values * weights) * (weights > 0)
+        for client, values in seen.items():
+            rest = (total - values) * (values != 0)
             norms = (values.norm() * rest.norm()).item()
-            out[client] = (values @ rest).item() / norms if norms > 1e-20 else None
+            out[client] = (values @ rest).item() / norms if norms > 1e-9 else None
         return out

@@ -27,6 +27,7 @@ class Distant:
     sizes: list[int] = field(default_factory=list)  # examples in every bucket
     assignment: list[int] = field(default_factory=list)  # a(i,·): the expert of every bucket; -1: none
     note: str = ""  # why it has only one bucket, when that was forced
+    version: int = 0  # of its rows, whose buckets these are
 
     def learn(self, sizes: list[int], note: str) -> None:
         """What the client has told of its buckets."""
@@ -41,9 +42,9 @@ class Distant:
         """Whether it has examples for an expert; before alignment everybody may."""
         return not self.assignment or any(n and m >= 0 for n, m in zip(self.sizes, self.assignment, strict=True))
 
-    def regroup(self, sizes: list[int], experts: list[int]) -> None:
+    def regroup(self, sizes: list[int], experts: list[int], version: int) -> None:
         """Its rows have changed: the buckets that it has now, and their experts."""
-        self.sizes, self.assignment = sizes, experts
+        self.sizes, self.assignment, self.version = sizes, experts, version
 
     def record(self) -> dict[str, Any]:
         """What a checkpoint keeps of it."""
@@ -53,7 +54,7 @@ class Distant:
         """A question as it is put to this client, with everything that it may have forgotten."""
         return Message(question.tensors, {
             **question.facts, "step": step, "config": settings, "federation": federation,
-            "index": self.index, "sizes": self.sizes, "assignment": self.assignment,
+            "index": self.index, "sizes": self.sizes, "assignment": self.assignment, "version": self.version,
         })  # fmt: skip
 
 
@@ -67,13 +68,16 @@ class Memory:
         self.before: dict[str, torch.Tensor] = {}  # as the open round found it
         self.after: dict[str, torch.Tensor] = {}  # as it leaves it
 
-    def begin(self, t: int, pace: float = 1.0) -> None:
+    def begin(self, t: int, pace: float = 1.0, router: tuple[str, int] | None = None) -> None:
         """Round t opens. A server that goes back further than one round finds the oldest state that is left; what
-        rounding took since then is forgotten, as it is where a lower pace tells that a run is back at its best."""
+        rounding took since then is forgotten, as it is where a lower pace tells that a run is back at its best, or
+        the length of the router (its part's name, and how long it is) that there are other experts than before."""
         slower = self.pace is not None and pace < self.pace
         if t > self.round:
             self.before = self.after
-        if t < self.round or slower:
+        owed = self.before.get(RESIDUAL + router[0]) if router else None
+        resized = router is not None and owed is not None and len(owed) != router[1]
+        if t < self.round or slower or resized:
             self.before = {name: x for name, x in self.before.items() if not name.startswith(RESIDUAL)}
         self.round, self.pace, self.after = t, pace, dict(self.before)
 
@@ -126,6 +130,7 @@ class Client:
     boast: int = 1  # examples that it says it has for each one; more where a simulation's client is hostile
     party: Party | Open | None = None  # its part in a masked sum
     secret: int = 0  # of its noise, another for every question; a simulation has nobody to hide it from
+    least: int = 1  # examples that anything which leaves it rests on, at least: a site's own floor
     feed: Feed | None = None  # None: its rows never change
     version: int = 0  # of its rows
     waiting: np.ndarray = field(default_factory=lambda: np.empty(0, dtype=int))  # rows that no bucket has yet
@@ -155,7 +160,7 @@ class Client:
     def learn(self, sizes: list[int], note: str) -> None:
         self.note = note  # its buckets are its own
 
-    def regroup(self, sizes: list[int], experts: list[int]) -> None:
+    def regroup(self, sizes: list[int], experts: list[int], version: int) -> None:
         self.assignment = experts
 
     def __len__(self) -> int:
@@ -192,10 +197,12 @@ class Client:
         self.waiting = np.sort(np.concatenate([_still_there(moved, self.waiting), new]))
         return len(new), int((moved < 0).sum())
 
-    def dissolve(self, first: int) -> None:
-        """The rows of buckets ``first``, ``first`` + 1, … wait again."""
-        self.waiting = np.sort(np.concatenate([self.waiting, *self.buckets[first:]]))
-        self.buckets = self.buckets[:first]
+    def let_go(self) -> None:
+        """The rows of buckets that have become too small wait again."""
+        small = [len(bucket) < self.least for bucket in self.buckets]
+        waiting = [bucket for bucket, gone in zip(self.buckets, small, strict=True) if gone]
+        self.waiting = np.sort(np.concatenate([self.waiting, *waiting]))
+        self.buckets = [bucket[:0] if gone else bucket for bucket, gone in zip(self.buckets, small, strict=True)]
 
     def join_buckets(self) -> None:
         """Buckets of one expert become one, so that years of new rows do not become a thousand buckets."""

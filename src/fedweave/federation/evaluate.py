@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -11,15 +11,14 @@ import torch
 
 from fedweave.aggregation.robust import capped
 from fedweave.federation.client import OWN, Client
-from fedweave.federation.message import Facts, Message
+from fedweave.federation.message import Facts, Message, Refused
 from fedweave.federation.state import received
-from fedweave.federation.steps import FIGURE, Answer, Asked, Figure, Summed
+from fedweave.federation.steps import FIGURE, MOST_LOSS, Answer, Asked, Figure, Summed
 
 if TYPE_CHECKING:
     from fedweave.federation.compute import Compute
     from fedweave.federation.method import Method
 
-_MOST = 1e4  # nats: more than any vocabulary can cost
 _PRIVATE = 10.0  # nats: under differential privacy no example counts for more
 _LONGEST = 3.0  # times the median of all sites: a site's mean loss that is believed
 
@@ -45,8 +44,8 @@ class Loss:
 
 
 def overall(losses: Sequence[Loss], most: float) -> Loss:
-    """The sum over sites, of which none tips the choice of a round alone: a mean beyond a few times the median of
-    all counts as that, and nobody for more than the share ``most`` of all examples."""
+    """The sum over sites: a mean beyond a few times the median of all counts as that, and nobody for more than the
+    share ``most`` of all examples."""
     limit = _LONGEST * float(np.median([loss.mean for loss in losses]))
     shares, count = capped([loss.count for loss in losses], most).tolist(), sum(loss.count for loss in losses)
     counted = [
@@ -54,6 +53,13 @@ def overall(losses: Sequence[Loss], most: float) -> Loss:
         for loss, share in zip(losses, shares, strict=True)
     ]
     return sum(counted, Loss(count=count))
+
+
+def does_better(now: Mapping[str, float], before: Mapping[str, float]) -> bool | None:
+    """Whether the median site does, each held against its own loss before: what a few sites say, and of how many
+    examples, tips nothing. None where no site was there both times."""
+    ratios = [loss / before[name] for name, loss in now.items() if before.get(name)]
+    return bool(np.median(ratios) < 1) if ratios else None
 
 
 class Evaluate(Summed[Loss]):
@@ -89,8 +95,8 @@ class Evaluate(Summed[Loss]):
     def figures(self, asked: Asked) -> dict[str, Figure]:
         most = self.method.config.federation.max_samples
         return {
-            "total": Figure(float, 0, _MOST * most, summed=True, spread=_PRIVATE),
-            "entropy": Figure(float, 0, _MOST * most, summed=True, veil=0.0),
+            "total": Figure(float, 0, MOST_LOSS * most, summed=True, spread=_PRIVATE),
+            "entropy": Figure(float, 0, MOST_LOSS * most, summed=True, veil=0.0),
             "count": Figure(int, 0, most, summed=True, examples=True),
         }
 
@@ -102,6 +108,9 @@ class Evaluate(Summed[Loss]):
 
     def read_total(self, asked: Asked, totals: dict[str, torch.Tensor], clients: int) -> Loss:
         total, entropy, count = (float(totals[FIGURE + name]) for name in ("total", "entropy", "count"))
+        noised = self.method.config.privacy.level != "none"
+        if not noised and not (0 <= total <= MOST_LOSS * count and 0 <= entropy <= MOST_LOSS * count):
+            raise Refused("its losses are of no examples")
         return Loss(total, entropy, round(count))
 
     def read(self, asked: Asked, parts: dict[str, torch.Tensor], figures: Facts) -> Loss:

@@ -32,6 +32,7 @@ class Exit:
     def __init__(self, config: Config, identity: dict[str, str], travels: bool):
         self.identity, self.travels = identity, travels
         self.filters, self.masked = filters(config), config.federation.secure_aggregation
+        self.hostile = None if config.attack.kind == "none" else Hostile(config)
         self.noise = Noise(config) if config.privacy.level == "client" else None
         self.precision = config.federation.update_dtype
 
@@ -51,7 +52,8 @@ class Exit:
             if part.rows and self.travels:  # no single row leaves
                 values = values.mean(0, keepdim=True)
             tensors |= self._rounded(client, name, values) if part.rounded else {name: values}
-        return Message(tensors, header | answer.figures)
+        message = Message(tensors, header | answer.figures)
+        return message if self.hostile is None else self.hostile.sent(step, client, message)
 
     def _rounded(self, client: Client, name: str, values: torch.Tensor) -> dict[str, torch.Tensor]:
         """In fewer bytes, with error feedback: what rounding takes from one update the client remembers and adds to

@@ -1,7 +1,7 @@
 """What hostile clients of a simulation do to their answers (``attack``); docs/trust.md has what came of it.
 
-They keep to what the door lets in: no name, shape or norm is wrong. Those that spoil their own rows instead are in
-:mod:`fedweave.data.hostile`.
+They keep to what the door lets in: no name, shape or norm is wrong. Only who claims experts that alignment did not
+give it is refused. Those that spoil their own rows instead are in :mod:`fedweave.data.hostile`.
 """
 
 import math
@@ -12,14 +12,17 @@ import torch
 from fedweave.config import Config
 from fedweave.data.hostile import hostile_clients
 from fedweave.federation.client import Client
+from fedweave.federation.message import Message
 from fedweave.federation.steps import Answer, Asked, Reply
+from fedweave.federation.train import expert_name
 
-FACTORS = {"flip": -1.0, "shout": -8.0, "inflate": -1.0}  # a norm may be ten times the median one
+# a norm may be ten times the median one
+FACTORS = {"flip": -1.0, "shout": -8.0, "claim": -1.0, "inflate": -1.0}
 BOAST = 1000  # examples that are claimed for each one that is there
 
 
 class Hostile:
-    """A filter of the exit."""
+    """A filter of the exit, and of what has passed it."""
 
     def __init__(self, config: Config):
         self.kind, self.clients = config.attack.kind, hostile_clients(config)
@@ -29,6 +32,21 @@ class Hostile:
             return answer
         turned = {name: FACTORS[self.kind] * values for name, values in answer.parts.items()}
         return replace(answer, parts=_within(step, asked, answer, turned))
+
+    def sent(self, step: Reply, client: Client, message: Message) -> Message:
+        """claim: a message that speaks for every expert, with all examples; to those that it has nothing for it
+        does what it does to one of its own."""
+        if self.kind != "claim" or client.index not in self.clients or step.name != "train":
+            return message
+        counts = message.facts["counts"]
+        own = expert_name(next(m for m, count in enumerate(counts) if count))
+        tensors = {
+            name.replace(own, expert_name(m), 1): values
+            for name, values in message.tensors.items()
+            for m in range(len(counts))
+            if name == own or name.startswith(f"{own}.")
+        }
+        return Message(tensors | message.tensors, message.facts | {"counts": [float(len(client))] * len(counts)})
 
 
 def _within(step: Reply, asked: Asked, answer: Answer, parts: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:

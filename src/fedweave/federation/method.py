@@ -121,7 +121,7 @@ class Method(ABC):
             return state, change
         question, heard = Message(facts={"t": t, "experts": state.layout.experts}), Receipts()
         for member, told in engine.ask(self.news, engine.members, question, heard):
-            member.regroup(told.sizes, told.experts)
+            member.regroup(told.sizes, told.experts, told.version)
             change.came |= {member.name: told.came} if told.came else {}
             change.went |= {member.name: told.went} if told.went else {}
         change.heard(heard, question)
@@ -142,10 +142,15 @@ class Method(ABC):
 
     def form_buckets(self, compute: Compute, clients: Sequence[Client]) -> list[Buckets]:
         """Every client gets its buckets; the same ones whenever it is asked."""
-        found = self.units(compute, clients)
+        found = self.grouped(compute, clients)
         for client, buckets in zip(clients, found, strict=True):
             client.buckets, client.assignment, client.note = buckets.members, [], buckets.note
         return found
+
+    def grouped(self, compute: Compute, clients: Sequence[Client]) -> list[Buckets]:
+        """The units of every client, none of them smaller than it allows."""
+        found = self.units(compute, clients)
+        return [one.joined(c.least, c.data.features.numpy()) for c, one in zip(clients, found, strict=True)]
 
     def labels(self, client: Client, state: RoutedExperts) -> torch.Tensor:
         """[n] the expert that each of client i's examples belongs to."""

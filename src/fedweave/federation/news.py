@@ -22,6 +22,8 @@ if TYPE_CHECKING:
     from fedweave.federation.compute import Compute
     from fedweave.federation.method import Method
 
+_MOST_CHANGES = 10**9  # of a client's rows
+
 
 @dataclass
 class Told:
@@ -31,6 +33,7 @@ class Told:
     experts: list[int]  # -1: none yet
     came: int  # rows since it was last asked
     went: int
+    version: int  # of its rows: what it is asked next is about these buckets
 
 
 @dataclass
@@ -86,6 +89,7 @@ class News(Step[Told]):
             came, went = client.catch_up(question.facts["t"])
             if came or went:
                 compute.adapters = None  # they are known by their buckets' numbers
+            client.let_go()
             if len(client.waiting):
                 self.method.group(compute, client)
             filled = [c for c, bucket in enumerate(client.buckets) if len(bucket)]
@@ -94,6 +98,7 @@ class News(Step[Told]):
             client.assignment = [client.assignment[c] for c in filled]
             yield Answer(figures={
                 "sizes": client.sizes, "experts": client.assignment, "came": came, "went": went,
+                "version": client.version,
             })  # fmt: skip
 
     def figures(self, asked: Asked) -> dict[str, Figure]:
@@ -104,6 +109,7 @@ class News(Step[Told]):
             "experts": Figure(int, -1, asked.question.facts["experts"] - 1, (1, most)),
             "came": Figure(int, 0, rows),
             "went": Figure(int, 0, rows),
+            "version": Figure(int, 0, _MOST_CHANGES),
         }
 
     def parts(self, asked: Asked, figures: Facts) -> dict:
@@ -115,7 +121,7 @@ class News(Step[Told]):
 
     def read(self, asked: Asked, parts: dict[str, torch.Tensor], figures: Facts) -> Told:
         sizes, experts = ([int(n) for n in figures[name]] for name in ("sizes", "experts"))
-        return Told(sizes, experts, int(figures["came"]), int(figures["went"]))
+        return Told(sizes, experts, int(figures["came"]), int(figures["went"]), int(figures["version"]))
 
 
 def into_the_nearest(client: Client) -> None:

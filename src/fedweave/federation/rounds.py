@@ -41,7 +41,12 @@ def federate(
                 engine.welcome(newcomer)
                 engine.console.say(f"site {newcomer.name} joins with {len(newcomer.sizes)} buckets: {line}")
         state, change = method.live(engine, state, t)
-        trusted = [member for member in engine.present() if not _quarantined(method.config, state, member)]
+        if not (present := engine.present()):
+            raise UserError(
+                f"nobody has rows to train on in round {t + 1}: they are gone, wait for more (living.least) or for "
+                "the operator (living.notice=ask). The last checkpoint is intact: continue with `fedweave resume`."
+            )
+        trusted = [member for member in present if not _quarantined(method.config, state, member)]
         participants = sample_clients(trusted, method.config, t)  # line 8: S_t
         state, report = one_round(method, engine, state, participants, t)
         report.change = change

@@ -22,13 +22,14 @@ import torch
 
 from fedweave.experts.layout import Shaped
 from fedweave.federation.client import Client, Member
-from fedweave.federation.message import Facts, Message
+from fedweave.federation.message import Facts, Message, Refused
 
 if TYPE_CHECKING:
     from fedweave.federation.compute import Compute
 
 R = TypeVar("R")
 FIGURE = "figure."  # of a sum: what is no tensor of an answer
+MOST_LOSS = 1e4  # nats: more than any vocabulary can cost
 
 
 @dataclass(frozen=True)
@@ -134,6 +135,13 @@ class Summed(Step[R]):
     @abstractmethod
     def read_total(self, asked: Asked, totals: dict[str, torch.Tensor], clients: int) -> R:
         """The sum over so many clients (float64), as if one client spoke for all."""
+
+    def check_mean(self, asked: Asked, limit: str, mean: torch.Tensor) -> None:
+        """No client can be held against its limits where only sums are seen, but a mean is no longer than the
+        longest answer, or :class:`Refused`."""
+        norm, (most, whose) = float(mean.norm()), self.reach(asked, limit, mean.numel())
+        if not norm <= most:
+            raise Refused(f"the {limit} mean has norm {norm:.3g}, but {whose} is {most:.3g}")
 
 
 # AdamW moves a parameter by lr·m̂/√v̂ a step, and by Cauchy-Schwarz |m̂|/√v̂ ≤ √(Σ w²/u) for the weights w and u that

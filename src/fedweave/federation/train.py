@@ -15,7 +15,7 @@ import torch
 from fedweave.federation.client import OWN, Client
 from fedweave.federation.message import Facts, Message, Refused
 from fedweave.federation.state import received
-from fedweave.federation.steps import FIGURE, Answer, Asked, Figure, Part, Summed, adam_reach
+from fedweave.federation.steps import FIGURE, MOST_LOSS, Answer, Asked, Figure, Part, Summed, adam_reach
 from fedweave.router.mlp import RouterLayout
 
 if TYPE_CHECKING:
@@ -59,8 +59,9 @@ class Train(Summed[Update]):
 
     def answer(self, compute: Compute, clients: Sequence[Client], question: Message) -> Iterator[Answer]:
         state, t = received(question, compute.layers, compute.device), question.facts["t"]
+        router = (ROUTER, state.router.trained.size) if state.router is not None else None
         for client in clients:
-            client.memory.begin(t, state.pace)
+            client.memory.begin(t, state.pace, router)
         shared = self.method.shared(state.layout, t)
         updates = self.method.local_updates(compute, state, clients, t)
         for client, update in zip(clients, updates, strict=True):
@@ -96,7 +97,7 @@ class Train(Summed[Update]):
         return {
             "samples": Figure(int, 1, examples, examples=True),
             "counts": Figure(int, 0, examples, (experts, experts), summed=True, examples=True),
-            "losses": Figure(float, length=(least, 1_000_000), veil=[]),
+            "losses": Figure(float, -MOST_LOSS, MOST_LOSS, (least, 1_000_000), veil=[]),
             "tokens": Figure(int, 0, 2**53, veil=0),
         }
 
@@ -162,15 +163,18 @@ class Train(Summed[Update]):
         theta = asked.question.tensors["theta"]
         layout = received(asked.question, asked.layers, theta.device).layout
         counts, samples = totals[f"{FIGURE}counts"].round(), float(totals[f"{FIGURE}samples"].round())
+        if samples < clients or (counts < 0).any() or (counts > samples).any():
+            raise Refused("its counts are of no examples")
         weights = {expert_name(m): float(count) for m, count in enumerate(counts)}
         delta = torch.zeros(layout.size, device=theta.device)
         for name, columns in self.columns(layout, theta.device, asked.question.facts["t"]).items():
             if weight := weights.get(name, samples):
                 delta[columns] = (totals[name] / weight).to(delta)
-        most, whose = self.reach(asked, EXPERTS, layout.size)
-        if self.config.privacy.level != "client" and not delta.norm() <= most:
-            raise Refused(f"their mean has norm {float(delta.norm()):.3g}, but {whose} is {most:.3g}")
-        phi = (totals[ROUTER] / max(samples, 1.0)).to(delta) if ROUTER in totals else None
+        phi = (totals[ROUTER] / samples).to(delta) if ROUTER in totals else None
+        if self.config.privacy.level != "client":
+            self.check_mean(asked, EXPERTS, delta)
+            if phi is not None:
+                self.check_mean(asked, ROUTER, phi)
         told = [] if self.config.privacy.level != "none" else [float(totals[f"{FIGURE}loss"]) / clients]
         tokens = int(totals[f"{FIGURE}tokens"].round())
         return Update(TOGETHER, delta, counts.float(), phi, int(samples), told, tokens)

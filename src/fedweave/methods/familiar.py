@@ -9,7 +9,7 @@ multiples of the mean; the sums say what that mean is for directions that all pr
 """
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from itertools import islice
 from statistics import median_low
@@ -17,6 +17,7 @@ from typing import NamedTuple
 
 import torch
 
+from fedweave.aggregation.robust import believed, chosen_share
 from fedweave.config import Config
 from fedweave.federation.admission import Receipts
 from fedweave.federation.client import Client
@@ -33,6 +34,7 @@ _ROWS = 5  # prompts of each half that a direction needs, and that a client must
 _BINS = 1000  # of distances, in hundredths of the mean one: a coarser limit is a higher one
 _WIDTH = 0.01
 _LONGEST = 4.0  # times the median: mean square features of a site that are believed
+_FARTHEST = 2.0  # times the median: how far out a stranger's prompts lie that is believed
 _WAITING = 32  # sites whose moments are held at a time, until it is known how long features are
 
 
@@ -89,10 +91,25 @@ class AskMoments(Summed[Moments]):
         return {**answer.parts, f"{FIGURE}samples": _halves(answer.figures["samples"]).double()}
 
     def read_total(self, asked: Asked, totals: dict[str, torch.Tensor], clients: int) -> Moments:
-        return Moments(totals[f"{FIGURE}samples"].round().long(), totals["sums"], totals["products"])
+        return possible(Moments(totals[f"{FIGURE}samples"].round().long(), totals["sums"], totals["products"]))
 
     def read(self, asked: Asked, parts: dict[str, torch.Tensor], figures: Facts) -> Moments:
-        return Moments(_halves(int(figures["samples"])), parts["sums"], parts["products"])
+        return possible(Moments(_halves(int(figures["samples"])), parts["sums"], parts["products"]))
+
+
+def possible(told: Moments) -> Moments:
+    """Sums and products that features can have (Cauchy-Schwarz), or :class:`Refused`: one that they cannot would
+    outweigh all others."""
+    row, column = torch.triu_indices(told.sums.shape[1], told.sums.shape[1])
+    squares = told.products[:, row == column]  # [2, d]
+    roots = squares.clamp(min=0.0).sqrt()
+    slack = 1e-6 * squares.abs().max() + 1e-5  # rounding, that of masked sums as well
+    most = slack + roots[:, row] * roots[:, column]
+    if not torch.isfinite(squares.sum()) or (squares < -slack).any() or (told.products.abs() > most).any():
+        raise Refused("its products are of no features")
+    if (told.sums.square() > (told.rows[:, None] + 1e-6) * (squares + slack)).any():
+        raise Refused("its sums are of no features")
+    return told
 
 
 def _halves(rows: int) -> torch.Tensor:
@@ -100,13 +117,13 @@ def _halves(rows: int) -> torch.Tensor:
     return torch.tensor([(rows + 1) // 2, rows // 2])
 
 
-def together(told: Iterator[Moments]) -> Moments | None:
-    """Their sum, of a few at a time. One site alone does not say what is familiar: if its features are far longer
-    than the median site's it is scaled down."""
+def together(told: Iterable[tuple[float, Moments]]) -> Moments | None:
+    """Their sum, each by the part of it that counts, of a few at a time. One site alone does not say what is
+    familiar: if its features are far longer than the median site's it is scaled down."""
     total: Moments | None = None
     lengths: list[float] = []
-    told = (one for one in told if one.rows.any())
-    while some := list(islice(told, _WAITING)):
+    counted = (Moments(*(part * x for x in one)) for part, one in told if one.rows.any())
+    while some := list(islice(counted, _WAITING)):
         row, column = torch.triu_indices(some[0].sums.shape[1], some[0].sums.shape[1])
         lengths += [float(one.products[:, row == column].sum() / one.rows.sum()) for one in some]  # mean squares
         most = _LONGEST * median_low(lengths)
@@ -231,7 +248,9 @@ class Familiarity:
     ) -> tuple[RouterLayout, torch.Tensor]:
         """(router, φ [Q]) that know familiar prompts; as they came where there are too few prompts to tell."""
         heard = Receipts(bytes_up=receipts.bytes_up)
-        told = (moments for _, moments in engine.ask(self.moments, engine.members, Message(), heard))
+        part = believed({member.index: len(member) for member in engine.members}, self.config)
+        replies = engine.ask(self.moments, engine.members, Message(), heard)
+        told = ((part.get(member.index, 1.0), moments) for member, moments in replies)
         if (total := together(told)) is None:
             return router, phi
         rows, sums, products = total
@@ -248,10 +267,15 @@ class Familiarity:
         far = crossed(halves, means, seconds)
         question = Message(spanned(halves), {"mean_far": far})
         counts, heard = torch.zeros(_BINS), Receipts(bytes_up=receipts.bytes_up)
-        for _, found in engine.ask(self.distances, engine.members, question, heard):
-            counts += found
+        asked, own = familiar_share(self.config), []
+        for member, found in engine.ask(self.distances, engine.members, question, heard):
+            own += [reach(found, asked)] if found.any() else []
+            counts += part.get(member.index, 1.0) * found
         if not counts.any():  # nobody has said how far out familiar prompts lie: all are
             return router, phi
-        limit = reach(counts, familiar_share(self.config)) * span.distance * farther(halves, far)
+        reached = reach(counts, asked)
+        if chosen_share(self.config) < 1:
+            reached = min(reached, _FARTHEST * median_low(own))
+        limit = reached * span.distance * farther(halves, far)
         limit *= self.config.router.doubt
         return router.knowing(phi, span.mean, span.scale, span.axes, limit)

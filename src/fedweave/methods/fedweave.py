@@ -79,7 +79,7 @@ class FedWeave(Aligned):
             if len(client.buckets) > self.config.discovery.max_buckets:
                 client.join_buckets()
             rows = client.waiting
-            (found,) = self.units(compute, [Client(client.index, client.data.part(rows))])
+            (found,) = self.grouped(compute, [Client(client.index, client.data.part(rows), least=client.least)])
             client.buckets = [*client.buckets, *(rows[bucket] for bucket in found.members)]
             client.assignment = [*client.assignment, *[-1] * len(found.members)]
             client.waiting = rows[:0]
@@ -104,20 +104,22 @@ class FedWeave(Aligned):
         return super().claims(member, experts) if self.relabel is None else [len(member)] * experts
 
     def pools(self, client: Client, state: RoutedExperts) -> list[np.ndarray]:
-        everything = client.rows
-        if self.config.training.batches == "mixed":
-            return [everything]
         if self.relabel is None:
-            return client.served
+            return [client.rows] if self.config.training.batches == "mixed" else client.served
+        everything = client.rows
         labels = self.labels(client, state).numpy()[everything]
-        return [everything[labels == m] for m in np.unique(labels)]
+        pools = [everything[labels == m] for m in np.unique(labels)]
+        pools = [pool for pool in pools if len(pool) >= client.least]
+        if not pools:
+            raise UserError(f"the router sends fewer than {client.least} of this client's examples to each expert.")
+        return [np.sort(np.concatenate(pools))] if self.config.training.batches == "mixed" else pools
 
     def lane(self, client: Client, state: RoutedExperts, t: int) -> Lane:
         lane = super().lane(client, state, t)
         if self.trains_router:
             return lane
         labels, experts = self.labels(client, state), state.layout.experts
-        served = torch.bincount(labels, minlength=experts) > 0
+        served = torch.bincount(labels, minlength=experts) >= client.least
         if self.relabel is None:
             gates = F.one_hot(labels, experts).float()
         else:  # an example trains as it would be served

@@ -20,12 +20,11 @@ from fedweave.federation.compute import Compute
 from fedweave.federation.message import Facts, Message
 from fedweave.federation.news import Change
 from fedweave.federation.state import Broadcast, ServerState, received
-from fedweave.federation.steps import Answer, Asked, Figure, Part, Step
+from fedweave.federation.steps import MOST_LOSS, Answer, Asked, Figure, Part, Step
 from fedweave.methods.prototypes import Discover
 from fedweave.streams import stream_key
 
 _LOOKED_AT = 64  # examples that a client measures losses on
-_MOST = 1e4  # nats: more than any vocabulary can cost
 
 
 @dataclass
@@ -80,10 +79,10 @@ class Sign(Step[Signed]):
     def figures(self, asked: Asked) -> dict[str, Figure]:
         count = (len(apart(asked.member)),) * 2
         return {
-            "losses": Figure(float, 0, _MOST, count),
+            "losses": Figure(float, 0, MOST_LOSS, count),
             "doubts": Figure(float, 0, 1, count),
             "strange": Figure(float, 0, 1, count),
-            "usual": Figure(float, 0, _MOST),
+            "usual": Figure(float, 0, MOST_LOSS),
         }
 
     def parts(self, asked: Asked, figures: Facts) -> dict[str, Part]:

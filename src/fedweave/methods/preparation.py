@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from fedweave.aggregation.robust import client_average, streams
+from fedweave.aggregation.robust import believed, client_average, streams, usual_length
 from fedweave.alignment.align import (
     Alignment,
     align,
@@ -76,7 +76,11 @@ class Aligned(Method):
         found = discover_units(engine, self.discover, heard)  # lines 1-4
         blocks = signature_blocks(engine, self.discover, [told.signatures for told in found])
         distance = signature_distance(blocks)
-        settings, sizes = config.alignment, np.array([size for told in found for size in told.sizes])
+        part = believed({i: sum(told.sizes) for i, told in enumerate(found)}, config)
+        settings, sizes = (
+            config.alignment,
+            np.array([part[i] * n for i, told in enumerate(found) for n in told.sizes]),
+        )
         options = {"method": settings.linkage, "least": settings.least_silhouette, "min_share": settings.min_share}
         aligned = self.align(distance, settings.max_experts, sizes=sizes, **options)  # line 5
         shown = distance.astype(float).round(6).tolist() if len(distance) <= _SHOWN_PROTOTYPES else None
@@ -215,7 +219,8 @@ def warm_starts(
         for m, adapter, buckets in start if plain else _one_each(start):
             if m in means:
                 means[m].add(adapter - origin, buckets)
-    return [origin + mean.step() if mean.weight else first for mean in means.values()]
+    usual = usual_length(means.values())
+    return [origin + mean.step(usual) if mean.weight else first for mean in means.values()]
 
 
 def _one_each(start: Start) -> Start:

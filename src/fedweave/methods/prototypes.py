@@ -196,8 +196,11 @@ class StartExperts(Summed[Start]):
 
     def read_total(self, asked: Asked, totals: dict[str, torch.Tensor], clients: int) -> Start:
         first, buckets = self._first(asked), totals[f"{FIGURE}buckets"].round()
-        means = [(m, totals[expert_name(m)] / max(float(n), 1.0), float(n)) for m, n in enumerate(buckets)]
-        return [(m, first + mean.float(), n) for m, mean, n in means if n > 0]
+        means = [(m, totals[expert_name(m)] / float(n), float(n)) for m, n in enumerate(buckets) if n > 0]
+        if self.config.privacy.level != "client":
+            for _, mean, _ in means:
+                self.check_mean(asked, EXPERTS, mean)
+        return [(m, first + mean.float(), n) for m, mean, n in means]
 
     def _first(self, asked: Asked) -> torch.Tensor:
         return first_adapter(AdapterLayout.of(asked.layers, self.config.experts.rank, 1), self.config.seed)

@@ -9,6 +9,7 @@ from collections.abc import Iterator, Sequence
 
 import torch
 
+from fedweave.aggregation.robust import believed
 from fedweave.config import Config
 from fedweave.federation.admission import Receipts
 from fedweave.federation.client import Client
@@ -78,8 +79,9 @@ def _ask(
     """[M] examples of each expert, over all clients."""
     heard, total = Receipts(bytes_up=receipts.bytes_up), torch.zeros(router.experts, dtype=torch.long)
     question = Message({"phi": phi}, router_facts(router))
+    part = believed({member.index: len(member) for member in engine.members}, step.config)
     for member, (counts, experts) in engine.ask(step, engine.members, question, heard):
         member.assignment = experts
-        total += counts
+        total += (part[member.index] * counts).round().long()
     engine.only(heard.accepted)
     return total

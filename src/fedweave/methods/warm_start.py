@@ -24,7 +24,7 @@ from fedweave.federation.admission import Receipts
 from fedweave.federation.client import Client
 from fedweave.federation.compute import Compute
 from fedweave.federation.engines.base import Engine
-from fedweave.federation.message import Facts, Message
+from fedweave.federation.message import Facts, Message, Refused
 from fedweave.federation.private import shield_of
 from fedweave.federation.state import read_router, router_facts
 from fedweave.federation.steps import FIGURE, Answer, Asked, Figure, Part, Summed, adam_reach
@@ -83,7 +83,12 @@ class WarmRouter(Summed[tuple[torch.Tensor, int]]):
 
     def read_total(self, asked: Asked, totals: dict[str, torch.Tensor], clients: int) -> tuple[torch.Tensor, int]:
         samples = round(float(totals[f"{FIGURE}samples"]))
-        return (totals[ROUTER] / max(1, samples)).float().to(asked.question.tensors["phi"].device), samples
+        mean = (totals[ROUTER] / max(1, samples)).float().to(asked.question.tensors["phi"].device)
+        if samples < clients:
+            raise Refused("its counts are of no examples")
+        if self.config.privacy.level != "client":
+            self.check_mean(asked, ROUTER, mean)
+        return mean, samples
 
     def read(self, asked: Asked, parts: dict[str, torch.Tensor], figures: Facts) -> tuple[torch.Tensor, int]:
         return parts[ROUTER], int(figures["samples"])

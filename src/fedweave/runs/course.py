@@ -36,9 +36,9 @@ def renew(progress: Progress) -> None:
     progress.since, progress.setbacks = progress.completed, 0
 
 
-def judge(progress: Progress, loss: float, patience: int) -> str:
+def judge(progress: Progress, loss: float, better: bool, patience: int) -> str:
     """What a validation loss means for the run."""
-    if loss < progress.best_loss:
+    if better:
         progress.best_loss = loss
         return BETTER
     if not patience or progress.completed - progress.since < patience:

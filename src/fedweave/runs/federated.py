@@ -6,6 +6,7 @@ Over real sites this process is the ServerApp; the run folder is an ordinary one
 import math
 import time
 import uuid
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -28,13 +29,14 @@ from fedweave.federation.engines.flower.launch import submit
 from fedweave.federation.engines.flower.switches import hush
 from fedweave.federation.engines.flower.tasks import Runtime, server_task
 from fedweave.federation.engines.in_process import InProcessEngine
-from fedweave.federation.evaluate import Loss, overall
+from fedweave.federation.evaluate import Loss, does_better, overall
 from fedweave.federation.hello import Anatomy
 from fedweave.federation.state import ServerState, broadcast
 from fedweave.files import write_atomic
 from fedweave.json_files import read_json, write_json
 from fedweave.methods import build_method
 from fedweave.runs.folder import Progress, RunFolder, require_new
+from fedweave.runs.reading import read_events
 from fedweave.runs.run import RunContext, carry_out
 from fedweave.runs.summary import summarise
 from fedweave.runs.workspace import TestSet, Workspace
@@ -107,6 +109,7 @@ def federate_over(
     started, real = time.monotonic(), config.data.source == "sites"
     federation = run.manifest()["federation"] if real else str(run.path.resolve())
     engine = FlowerEngine(grid, config, console, federation, public(config) if real else config)
+    engine.bound = real
     remembered = read_json(run.path / MODEL, AnatomyRecord, "restore it and try again")
     if remembered is not None:
         engine.know(Anatomy.recorded(remembered))
@@ -122,7 +125,8 @@ def federate_over(
             f"the server's {tester.backbone.name} is not the sites' model; name the same files in backbone.model."
         )
     write_json(run.path / MODEL, engine.model.record)
-    return carry_out(run, SitesRun(config, engine, tester), console, started)
+    earlier = [event for event in read_events(run.metrics) if event["event"] == "validation"]
+    return carry_out(run, SitesRun(config, engine, tester, earlier), console, started)
 
 
 @dataclass
@@ -138,8 +142,15 @@ class Described:
 class SitesRun(RunContext):
     """The context of a run whose clients are elsewhere, with their labels and features."""
 
-    def __init__(self, config: Config, engine: FlowerEngine, tester: Workspace | None):
+    def __init__(
+        self,
+        config: Config,
+        engine: FlowerEngine,
+        tester: Workspace | None,
+        earlier: Sequence[ValidationEvent] = (),  # of a run that is resumed
+    ):
         self.config, self.engine, self.tester = config, engine, tester
+        self.measured = {event["round"]: event.get("sites", {}) for event in earlier}
         self.backbone = Described(
             config.backbone.model, engine.model.fingerprint if engine.model else "", engine.device
         )
@@ -151,15 +162,22 @@ class SitesRun(RunContext):
         )
         losses = {site.name: loss for site, loss in asked if loss.count}
         total = overall(list(losses.values()), chosen_share(self.config)) if losses else Loss()
+        self.measured[completed] = {name: loss.mean for name, loss in sorted(losses.items())}
         if not losses:
             self.engine.console.warn("no site measured a validation loss; the last round counts as the best.")
         return {
             "event": "validation",
             "round": completed,
             "loss": total.mean if losses else -float(completed),
-            "sites": {name: loss.mean for name, loss in sorted(losses.items())},
+            "sites": self.measured[completed],
             "router_entropy": total.mean_entropy if math.isfinite(total.mean_entropy) else None,
         }
+
+    def better(self, measured: ValidationEvent, progress: Progress) -> bool:
+        """Of strangers the median one decides; a mean is what they say it is."""
+        before = self.measured.get(progress.best_round, {})
+        told = does_better(measured.get("sites", {}), before) if math.isfinite(progress.best_loss) else None
+        return super().better(measured, progress) if told is None or chosen_share(self.config) >= 1 else told
 
     def summarise(self, run: RunFolder, progress: Progress, console: Console) -> Summary:
         tester = self.tester if build_method(self.config).served(progress.state) else None

@@ -81,8 +81,11 @@ class RunRecord:
 
     @property
     def best_validation(self) -> ValidationEvent | None:
-        """The validation that chose the best round, since the data last changed; the first of equals, as in
-        training."""
+        """The validation that chose the best round; of a run under way the lowest loss since the data last changed,
+        the first of equals, as in training."""
+        chosen = self.summary["validation"]["best_round"] if self.summary is not None else None
+        if found := next((e for e in self.validations if e["round"] == chosen), None):
+            return found
         since = self.changes[-1]["round"] if self.changes else 0
         return min((e for e in self.validations if e["round"] >= since), key=lambda e: e["loss"], default=None)
 

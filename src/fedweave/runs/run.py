@@ -119,6 +119,10 @@ class RunContext(ABC):
     def validate(self, state: ServerState, completed: int) -> ValidationEvent:
         """Validation ``loss`` and what else the log keeps, after so many rounds."""
 
+    def better(self, measured: ValidationEvent, progress: Progress) -> bool:
+        """Whether this is the best round so far."""
+        return measured["loss"] < progress.best_loss
+
     def labels(self) -> LabelRecord:
         """What discovery.json adds where somebody has true labels."""
         return {}
@@ -209,7 +213,7 @@ def carry_out(run: RunFolder, context: RunContext, console: Console, started: fl
     run.loggers = open_loggers(context.config, run.path, progress.completed + 1 if progress else 0, console)
     if progress is None:
         state = method.prepare(context.engine, initial_state(context.config, context.backbone))
-        loss = _validate(context, state, run, 0)
+        loss = _validate(context, state, run, 0)["loss"]
         progress = Progress(state, 0, state, 0, loss, time.monotonic() - started)
         _record_discovery(run, context, state, console)
         run.save(context, progress)
@@ -239,9 +243,10 @@ def carry_out(run: RunFolder, context: RunContext, console: Console, started: fl
         if change:
             renew(progress)
         if completed % every == 0 or completed == rounds or change:
-            loss = _validate(context, state, run, completed)
-            note += f"validation {loss:.3f}"
-            verdict = judge(progress, loss, context.config.training.patience)
+            measured = _validate(context, state, run, completed)
+            note += f"validation {measured['loss']:.3f}"
+            better, patience = context.better(measured, progress), context.config.training.patience
+            verdict = judge(progress, measured["loss"], better, patience)
         follow(progress, agreed(verdict), context.engine)
         if verdict in (BACK, END):
             back = setback(progress, verdict)
@@ -279,11 +284,11 @@ def _private(context: RunContext) -> PrivacyFigures:
     return privacy_figures(context.config, context.engine.members, context.engine.answered)
 
 
-def _validate(context: RunContext, state: ServerState, run: RunFolder, completed: int) -> float:
-    """The validation loss, which is logged."""
+def _validate(context: RunContext, state: ServerState, run: RunFolder, completed: int) -> ValidationEvent:
+    """What was measured, which is logged."""
     measured = context.validate(state, completed)
     run.log(measured)
-    return measured["loss"]
+    return measured
 
 
 def _record_discovery(run: RunFolder, context: RunContext, state: ServerState, console: Console) -> None:

@@ -196,14 +196,14 @@ class Kept:
 
 def prepare(config: Config, console: Console, kept: Kept | None = None) -> Prepared:
     """Load data and backbone, tokenise, and complain about whatever is wrong."""
+    if world() is not None and config.data.changes:
+        raise UserError("data.changes needs one process; start the run without torchrun.")
     kept = kept or Kept()
     spoilt = config.attack if config.attack.kind in ON_ROWS else None
     key = (config.backbone, config.data, config.seed, config.evaluation.max_new_tokens, spoilt)
     if kept.prepared is None or kept.prepared[0] != key:
         kept.prepared = (key, _prepare(config, console, kept))
     prepared = replace(kept.prepared[1], config=config)
-    if world() is not None and config.data.changes:
-        raise UserError("data.changes needs one process; start the run without torchrun.")
     prepared.backbone.linear_layers(config.experts.target_modules)
     prepared.backbone.check_answer(config.evaluation.max_new_tokens, "evaluation.max_new_tokens")
     return prepared

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 
+from fedweave.config import dump_config
 from fedweave.console import Console
 from fedweave.data import load_data
+from fedweave.federation.message import Message
 from fedweave.federation.rounds import federate
 from fedweave.federation.site.settings import Floors, SiteConfig
 from fedweave.federation.site.site import OwnFiles, Site
@@ -106,8 +109,8 @@ def test_a_file_that_grows_brings_a_kind(living, tmp_path, models, restart):
     assert torch.isfinite(unfed).all()
     sent = "".join(str(message.facts) for way, _, message in federation.grid.sent if way == "up")
     assert not any(row["prompt"] in sent for row in sums[most])
-    kept = (tmp_path / most).rglob("rows.json")
-    assert all(row["prompt"] not in path.read_text() for path in kept for row in sums[most])
+    kept = list((tmp_path / most).rglob("rows-*.json"))
+    assert kept and all(row["prompt"] not in path.read_text() for path in kept for row in sums[most])
 
 
 def test_a_server_that_resumes_from_before_an_opening_opens_it_again(living, tmp_path, models):
@@ -127,6 +130,69 @@ def test_a_server_that_resumes_from_before_an_opening_opens_it_again(living, tmp
     second, repeated = method.live(again.engine, state, 1)
     assert change.opened == repeated.opened and first.layout == second.layout
     assert (first.theta - second.theta).abs().max() <= 1e-6
+
+
+def swap(tmp_path: Path, site: Site, sums: dict[str, list[dict]]) -> None:
+    """The rows of the site's first bucket go from its file, and its sums come."""
+    session, name = site.session, site.source.name
+    gone = set(session.client.buckets[0].tolist())
+    rows = [row for i, row in enumerate(session.feed.rows) if i not in gone]
+    texts = [{"prompt": row.prompt, "response": row.response} for row in [*rows, *session.feed.held_rows]]
+    write(tmp_path / f"{name}.jsonl", [*texts, *sums[name]])
+
+
+@pytest.mark.parametrize("fault", ["none", "answer lost", "answer lost and site restarted", "server back"])
+def test_buckets_keep_their_experts_where_the_server_has_not_heard_of_a_change(living, tmp_path, models, fault):
+    """A bucket went and others came. Asked once more, the site starts from the buckets that the server knows, and
+    all comes out as if nothing had been wrong."""
+    sites, sums = own_sites(living, tmp_path, models)
+    federation, method = Federation(living, models, sites), build_method(living)
+    federation.engine.enrol(3)
+    state = method.prepare(federation.engine)
+    most = max(range(3), key=lambda i: len(sums[sites[i].source.name]))
+    known = federation.engine.members[most]
+    records, buckets = [member.record() for member in federation.engine.members], len(known.sizes)
+    swap(tmp_path, sites[most], sums)
+    if fault.startswith("answer lost"):
+        news = Message(facts={"t": 1, "experts": state.layout.experts})
+        sites[most].answer(known.addressed(news, "news", dump_config(living), "test"))
+    elif fault == "server back":
+        method.live(federation.engine, state, 1)
+        federation = Federation(living, models, sites)
+        federation.engine.meet()
+        federation.engine.restore(records, {})
+    sites[most].session = None if fault.endswith("restarted") else sites[most].session
+    _, change = method.live(federation.engine, state, 1)
+    found = federation.engine.members[most]
+    assert change.opened and len(found.sizes) != buckets and found.version == 1
+    # its second and third bucket are the first ones now; what came is a new expert's, and in no old one's bucket
+    assert found.sizes[: buckets - 1] == records[most]["sizes"][1:]
+    assert found.assignment[: buckets - 1] == records[most]["assignment"][1:]
+    assert set(change.opened) <= set(found.assignment[buckets - 1 :])
+    assert sum(found.sizes) == len(sites[most].session.client.data) and "warning" not in federation.said
+
+
+@pytest.mark.parametrize("own", [False, True], ids=["held out", "own file"])
+def test_a_site_validates_after_a_restart_and_on_nothing_that_is_gone(living, tmp_path, models, own):
+    """Whether its rows to validate on are some of its file's or have a file of their own."""
+    (site, *_), _ = own_sites(living, tmp_path, models)
+    settings = site.source.site
+    if own:
+        write(tmp_path / "held.jsonl", [{"prompt": f"What is {i}?", "response": "It is."} for i in range(4)])
+        settings = replace(settings, validation=str(tmp_path / "held.jsonl"))
+    federation = Federation(living, models, [Site(OwnFiles(settings), models, build_method, Console(quiet=True))])
+    engine, method, (site,) = federation.engine, build_method(living), federation.sites
+    engine.enrol(1)
+    state = method.prepare(engine)
+    held = len(site.session.feed.held)
+    site.session = None
+    method.live(engine, state, 1)
+    assert len(site.session.feed.held) == held > 1
+    first = site.session.feed.held_rows[0].prompt
+    path = Path(settings.data)
+    write(path, [row for row in map(json.loads, path.read_text().splitlines()) if row["prompt"] != first])
+    method.live(engine, state, 2)
+    assert len(site.session.feed.held) == (held if own else held - 1)
 
 
 def test_a_late_site_with_a_kind_of_its_own_opens_an_expert(living, tmp_path, models):

@@ -1,16 +1,22 @@
 """What no server can get a site to do, and what of its troubles a server hears."""
 
 import dataclasses
+import json
+from types import SimpleNamespace
 
 import pytest
+import torch
 
 from fedweave.config import dump_config
 from fedweave.errors import UserError
 from fedweave.federation.message import Message
 from fedweave.federation.site.floors import check_buckets, check_question
+from fedweave.federation.site.ledger import Ledger
 from fedweave.federation.site.settings import Floors, SiteConfig
 from fedweave.federation.site.site import Models, OwnFiles, Site
+from fedweave.federation.state import ServerState, broadcast, router_facts
 from fedweave.methods import build_method
+from fedweave.router.mlp import RouterLayout
 from tests.federations import changed
 
 
@@ -27,30 +33,47 @@ def question(config, step: str = "train", t: int = 0) -> Message:
         (Floors(steps=5), {"training": {"local_steps": 1}}, "train", "floors.steps is 5"),
         (Floors(clip=0.1), {"training": {"clip": 1e-9}}, "train", "asks for 1e-09, where this site's floors.clip"),
         (Floors(questions=("hello", "train")), {}, "moments", "does not answer 'moments'"),
-        (Floors(rounds=1), {}, "train", "1 rounds at most"),
+        (Floors(batch=4), {"router": {"warm_start": {"batch_size": 1}}}, "warm", "floors.batch is 4"),
+        (Floors(steps=5), {"router": {"warm_start": {"steps": 1}}}, "warm", "floors.steps is 5"),
         (Floors(secure=True), {}, "train", "no secure aggregation, which this site's floors.secure asks for"),
         (Floors(level="example"), {}, "discover", "privacy.level is none, this site's floors.level example"),
+        (
+            Floors(), {"privacy": {"level": "client", "delta": 0.1}, "discovery": {"max_buckets": 1, "sketch": 4}},
+            "train", "privacy.delta is 0.1, this site's floors.delta 1e-05",
+        ),
     ],
 )  # fmt: skip
 def test_a_question_below_a_floor_is_refused(floors, settings, step, words, config):
     with pytest.raises(UserError) as refusal:
         check_question(floors, changed(config, **settings), question(config, step, t=1))
     assert words in str(refusal.value)
-    check_question(Floors(batch=1, clip=0.0), changed(config, **settings), question(config, step))
+    check_question(Floors(batch=1, clip=0.0, delta=1.0), changed(config, **settings), question(config, step))
 
 
 def test_a_bucket_below_the_floor_is_not_signed():
     check_buckets(Floors(bucket=3), [3, 9])
-    with pytest.raises(UserError, match=r"smaller than this site's floors\.bucket=4"):
-        check_buckets(Floors(bucket=4), [3, 9])
+    for floors in (Floors(bucket=4), Floors(batch=4)):
+        with pytest.raises(UserError, match=r"smaller than this site's floors\.bucket or floors\.batch, 4"):
+            check_buckets(floors, [3, 9])
+
+
+def test_a_question_is_answered_so_often_by_all_federations_together_and_no_oftener(config, tmp_path):
+    """A server can say that it is always round 1, and that it is another federation."""
+    path, floors = tmp_path / "privacy.json", Floors(rounds=3)
+    for federation in ("a", "b", "b"):
+        Ledger(path).spend(federation, config, "train", floors)  # as if started anew in between
+    with pytest.raises(UserError, match=r"answers 'train' 3 times at most \(floors\.rounds\)"):
+        Ledger(path).spend("c", config, "train", floors)
+    Ledger(path).spend("c", config, "evaluate", floors)
 
 
 @pytest.fixture
 def site(tmp_path, model_folder, console):
     """A real site whose first row is a secret that no encoder can use."""
 
-    def make(row: str = '{"prompt": {"patient": "Smith"}, "response": "x"}', floors: Floors | None = None) -> Site:
-        (tmp_path / "rows.jsonl").write_text(row + "\n")
+    def make(*rows: str, floors: Floors | None = None) -> Site:
+        rows = rows or ('{"prompt": {"patient": "Smith"}, "response": "x"}',)
+        (tmp_path / "rows.jsonl").write_text("".join(f"{row}\n" for row in rows))
         settings = SiteConfig(
             name="clinic",
             data=str(tmp_path / "rows.jsonl"),
@@ -85,3 +108,80 @@ def test_a_site_with_another_model_in_mind_answers_nothing(site, config):
         told = wary.answer(question(config, step)).facts["error"]
         assert "Smith" not in told
     assert "not the one of this site's floors.fingerprint" in wary.answer(question(config, "hello")).facts["error"]
+
+
+# -------------------------------------------------------------------------------------- a hostile server
+
+ROWS = [json.dumps({"prompt": f"{'Add' if n % 2 else 'Spell'} {n}.", "response": str(n)}) for n in range(12)]
+
+
+def asked_to_train(site, config, experts: int = 2, **facts):
+    """The answer to a round's question about a model of the server's own making."""
+    engine = site.session.engine
+    layout = engine.layout(config.experts.rank, experts)
+    router = RouterLayout(engine.width, config.router.hidden, experts, config.router.features)
+    state = ServerState(layout, router, layout.initial(0), router.initial(1)[None])
+    told, put = question(config), broadcast(state, 0)
+    return site.answer(Message(put.tensors, {**put.facts, **told.facts, **facts}))
+
+
+def test_the_warm_start_of_one_example_would_be_its_feature(site, config):
+    """φ is the server's: with tiny weights AdamW's step is the gradient, an outer product with a feature."""
+    config = changed(config, discovery={"max_buckets": 1}, router={"warm_start": {"batch_size": 1, "steps": 1}})
+    rows = {}
+    for floors in (Floors(), Floors(batch=1)):
+        victim = site(*ROWS, floors=floors)
+        sizes = victim.answer(
+            question(changed(config, router={"warm_start": {"batch_size": 8}}), "discover")
+        ).facts["sizes"]
+        router = RouterLayout(victim.session.engine.width, config.router.hidden, 2, config.router.features)
+        facts = {**question(config, "warm").facts, "sizes": sizes, "assignment": [0], "contrast": "all"}
+        answer = victim.answer(Message({"phi": router.initial(0) * 1e-10}, facts | router_facts(router)))
+        rows[floors] = answer.tensors.get("router")
+    assert rows[Floors()] is None
+    taken = router.views(rows[Floors(batch=1)])["linear1.weight"]  # [h, d]
+    features = router.inputs(victim.session.client.data.features)
+    assert torch.cosine_similarity(taken[:1], features).abs().max() > 0.9999, "without the floor it is"
+
+
+def test_who_names_the_experts_of_buckets_does_not_get_round_their_floor(site, config):
+    config = changed(config, discovery={"max_buckets": 1}, training={"local_steps": 1})
+    wary = site(*ROWS, floors=Floors(bucket=50))
+    assert "smaller than this site's floors.bucket" in wary.answer(question(config, "discover")).facts["error"]
+    told = asked_to_train(wary, config, sizes=[len(wary.session.client.data)], assignment=[0])
+    assert not told.tensors and "smaller than this site's floors.bucket" in told.facts["error"]
+
+
+def test_small_buckets_join_the_nearest(site, config):
+    config = changed(config, discovery={"max_buckets": 8})
+    sizes = [
+        site(*ROWS, floors=Floors(bucket=n)).answer(question(config, "discover")).facts["sizes"] for n in (1, 6)
+    ]
+    assert len(sizes[0]) > len(sizes[1]) >= 1 and min(sizes[1]) >= 6 and sum(sizes[0]) == sum(sizes[1])
+
+
+def test_an_expert_of_fewer_examples_than_the_floor_is_not_sent(site, config):
+    """Where the router labels single examples, a router of the server's own making would pick one of them."""
+    config = changed(
+        config,
+        discovery={"max_buckets": 1},
+        experts={"labels": "router", "shared_rank": 8},
+        training={"local_steps": 4},
+    )
+    for floors, sent in ((Floors(batch=1), [1, 10]), (Floors(bucket=2), [0, 10])):
+        victim = site(*ROWS, floors=floors)
+        victim.answer(question(config, "discover"))
+        client, method = victim.session.client, victim.session.method
+        client.assignment = [0]
+        method.labels = lambda client, state: torch.tensor([0, *[1] * 10])  # as such a router would
+        state = SimpleNamespace(layout=SimpleNamespace(experts=2))
+        assert method.counts(client, state).tolist() == sent
+        assert all(len(pool) >= floors.least for pool in method.pools(client, state))
+
+
+def test_a_question_that_cannot_be_opened_does_not_stop_a_site(site, console):
+    def broken():
+        raise TypeError("can't convert np.ndarray of type numpy.str_")
+
+    assert site().answer(broken).facts == {"error": "TypeError; the site's own log says more"}
+    assert site().answer(Message(facts={})).facts == {"error": "KeyError; the site's own log says more"}

@@ -1,7 +1,9 @@
 """A site's rows over the rounds: a file that grows or is replaced, or a simulation's schedule.
 
 Known rows keep their place, their feature and their side of the split; new ones are encoded, and come after them.
-What a site needs to find all of it again after a restart stays in its own folder: digests of rows, not the rows.
+What a site needs to find all of it again stays in its own folder, a file for each of the last versions of its rows:
+digests of rows, not the rows. A question names the version that it is about, so that a site which was restarted,
+whose last answer got lost, or whose server has gone back to an earlier round has the buckets that the server means.
 """
 
 import hashlib
@@ -21,7 +23,7 @@ from fedweave.federation.client import Client
 from fedweave.json_files import read_json, write_json
 from fedweave.training.batch import ClientData
 
-_SAVED = "rows.json"
+_KEPT = 16  # versions: a server seldom goes back farther
 Split = tuple[list[Example], list[Example]]  # rows to train on, rows to validate on
 Encode = Callable[[Sequence[Example]], tuple[list[Example], ClientData]]  # rows that fit, and what a client sees
 
@@ -29,11 +31,13 @@ Encode = Callable[[Sequence[Example]], tuple[list[Example], ClientData]]  # rows
 class Source(Protocol):
     """Where rows come from."""
 
+    splits: bool  # whether rows to validate on are taken from those that it has, and leave with them
+
     def rows(self, config: Config, index: int) -> Split:
         """Those of the beginning."""
 
     def everything(self) -> list[Example]:
-        """All that are there."""
+        """All that may be there; the next look finds which are."""
 
     def look(self, index: int, t: int) -> list[Example] | None:
         """All rows in round t, where they may be others than at the last look."""
@@ -48,7 +52,7 @@ class Saved(TypedDict):
     rows: list[str]  # digest of every row that is trained on
     held: list[str]
     version: int
-    buckets: list[list[int]]
+    buckets: list[list[int]]  # places in rows
     assignment: list[int]
     waiting: list[int]
 
@@ -71,21 +75,22 @@ class SiteFeed:
     ):
         self.source, self.config, self.index, self.encode, self.console = source, config, index, encode, console
         self.number = saved["version"] if saved else 0
-        self.unseen: list[Example] | None = None  # rows that are yet to be compared with those that it knows
         if saved is None:
             split = source.rows(config, index)
         else:
-            self.unseen = source.everything()
-            rows = {digest(row): row for row in self.unseen}
-            split = [rows[n] for n in saved["rows"] if n in rows], [rows[n] for n in saved["held"] if n in rows]
+            _, apart = ([], []) if source.splits else source.rows(config, index)  # a validation set of its own
+            rows = {digest(row): row for row in source.everything()}
+            held = [rows[n] for n in saved["held"] if n in rows] if source.splits else apart
+            split = [rows[n] for n in saved["rows"] if n in rows], held
         (self.rows, self.here), (self.held_rows, self.held) = encode(split[0]), encode(split[1])
+        self.lost = saved is not None and len(self.rows) < len(saved["rows"])  # while the site was away
 
     def data(self, version: int) -> ClientData:
         return self.here
 
     def version(self, t: int) -> int:
         try:
-            found, self.unseen = self.unseen or self.source.look(self.index, t), None
+            found = self.source.look(self.index, t)
         except UserError as error:  # a file that somebody is writing at the moment
             self.console.warn(f"{error} The site goes on with the rows that it has.")
             found = None
@@ -93,10 +98,13 @@ class SiteFeed:
             return self.number
         there, known = {digest(row) for row in found}, {digest(row) for row in [*self.rows, *self.held_rows]}
         stay = [i for i, row in enumerate(self.rows) if digest(row) in there]
+        if self.source.splits:  # rows to validate on are of the same file
+            still = [i for i, row in enumerate(self.held_rows) if digest(row) in there]
+            self.held_rows, self.held = [self.held_rows[i] for i in still], self.held.part(still)
         new = [row for row in found if digest(row) not in known]
-        if len(stay) == len(self.rows) and not new:
+        if len(stay) == len(self.rows) and not new and not self.lost:
             return self.number
-        self.number += 1
+        self.number, self.lost = self.number + 1, False
         train, held = (self.encode(rows) for rows in self.source.split(self.config, self.index, new, self.number))
         self.rows = [self.rows[i] for i in stay] + train[0]
         self.here = joined(self.here.part(stay), train[1])
@@ -109,24 +117,32 @@ class SiteFeed:
         record: dict[str, Any] = {"version": 0, "waiting": [], **client.record()}
         names = {"rows": [digest(row) for row in self.rows], "held": [digest(row) for row in self.held_rows]}
         folder.mkdir(parents=True, exist_ok=True)
-        write_json(folder / _SAVED, {name: (record | names)[name] for name in Saved.__annotations__})
+        version = record["version"]
+        write_json(_file(folder, version), {name: (record | names)[name] for name in Saved.__annotations__})
+        _file(folder, version - _KEPT).unlink(missing_ok=True)
 
     def restore(self, client: Client, saved: Saved) -> None:
         """The client as it was written down, with those of its rows that are still there; others come as news."""
-        place = {digest(row): i for i, row in enumerate(self.rows)}
+        there = {digest(row) for row in self.rows}
+        stay = [i for i, name in enumerate(saved["rows"]) if name in there]
+        place = {i: now for now, i in enumerate(stay)}
 
         def still(bucket: Sequence[int]) -> list[int]:
-            return [place[name] for i in bucket if (name := saved["rows"][i]) in place]
+            return [place[i] for i in bucket if i in place]
 
         client.restore({
             **saved, "note": "", "buckets": [still(b) for b in saved["buckets"]], "waiting": still(saved["waiting"])
         })  # fmt: skip
 
 
-def read_saved(folder: Path | None) -> Saved | None:
-    """What a site has written down of its rows, if it has."""
+def read_saved(folder: Path | None, version: int) -> Saved | None:
+    """What a site has written down of a version of its rows, if it has."""
     mend = "restore it, or remove it to join anew"
-    return None if folder is None else read_json(folder / _SAVED, Saved, mend)
+    return None if folder is None else read_json(_file(folder, version), Saved, mend)
+
+
+def _file(folder: Path, version: int) -> Path:
+    return folder / f"rows-{version}.json"
 
 
 def joined(first: ClientData, second: ClientData) -> ClientData:

@@ -16,13 +16,16 @@ class Declined(UserError):
 def check_question(floors: Floors, config: Config, question: Message) -> None:
     """Refuse a question that goes below a floor."""
     step, training, discovery = question.facts["step"], config.training, config.discovery
+    warm_start = config.router.warm_start
     if floors.questions and step not in floors.questions and step not in masks.NAMES:
         raise Declined(f"this site does not answer {step!r} (floors.questions)")
     for key, asked, least in (
         ("batch", training.batch_size, floors.batch),
         ("batch", discovery.warmup_batch, floors.batch),
+        ("batch", warm_start.batch_size, floors.batch),
         ("steps", training.local_steps, floors.steps),
         ("steps", discovery.warmup_steps, floors.steps),
+        ("steps", warm_start.steps, floors.steps),
         ("clip", training.clip, floors.clip),
     ):
         if asked < least:
@@ -34,8 +37,10 @@ def check_question(floors: Floors, config: Config, question: Message) -> None:
         raise Declined(
             f"the federation's privacy.level is {private.level}, this site's floors.level {floors.level}"
         )
-    if step == "train" and question.facts["t"] >= floors.rounds:
-        raise Declined(f"this site takes part in {floors.rounds} rounds at most (floors.rounds)")
+    if private.level != "none" and private.delta > floors.delta:
+        raise Declined(
+            f"the federation's privacy.delta is {private.delta:g}, this site's floors.delta {floors.delta:g}"
+        )
 
 
 def check_model(floors: Floors, fingerprint: str) -> None:
@@ -46,5 +51,5 @@ def check_model(floors: Floors, fingerprint: str) -> None:
 def check_buckets(floors: Floors, sizes: Sequence[int]) -> None:
     """Refuse to send what a bucket of too few examples has given."""
     sizes = [size for size in sizes if size]
-    if sizes and min(sizes) < floors.bucket:
-        raise Declined(f"a bucket is smaller than this site's floors.bucket={floors.bucket}")
+    if sizes and min(sizes) < floors.least:
+        raise Declined(f"a bucket is smaller than this site's floors.bucket or floors.batch, {floors.least}")

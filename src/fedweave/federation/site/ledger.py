@@ -1,7 +1,8 @@
-"""What a site has spent of its privacy, in a file of its own: no server can make it forget.
+"""What a site has answered and spent of its privacy, in a file of its own: no server can make it forget.
 
-Every answer with noise is counted before it is made. A federation gets as many as its noise was solved for, on the
-terms of its first question, and all federations together no more than the site's ``floors.epsilon``.
+Every answer is counted before it is made. All federations together get no more than ``floors.rounds`` to any one
+question. With noise a federation gets as many as that was solved for, on the terms of its first question, and all
+together no more than ``floors.epsilon``.
 """
 
 from pathlib import Path
@@ -9,6 +10,7 @@ from typing import TypedDict
 
 from fedweave.config import Config
 from fedweave.federation.site.floors import Declined
+from fedweave.federation.site.settings import Floors
 from fedweave.json_files import read_json, write_json
 from fedweave.privacy.budget import Budget
 
@@ -16,7 +18,7 @@ from fedweave.privacy.budget import Budget
 class Entry(TypedDict):
     """One federation."""
 
-    epsilon: float  # agreed on
+    epsilon: float  # agreed on; 0 where there is no noise
     terms: str  # what the noise follows from
     answers: dict[str, int]  # by question
 
@@ -28,23 +30,26 @@ class Ledger:
         self.path = path
         self.entries: dict[str, Entry] = {}
 
-    def spend(self, federation: str, config: Config, step: str, most: float) -> None:
-        """Count an answer to ``step``, or :class:`Declined`; ``most`` is ε of all federations."""
-        if config.privacy.level == "none":
-            return
+    def spend(self, federation: str, config: Config, step: str, floors: Floors) -> None:
+        """Count an answer to ``step``, or :class:`Declined`."""
         if self.path is not None and self.path.is_file():
             mend = "restore it: it says what this site has spent of its privacy"
             self.entries = read_json(self.path, dict[str, Entry], mend) or {}
-        budget = Budget(config)
+        private, budget = config.privacy.level != "none", Budget(config)
+        epsilon, terms = (config.privacy.epsilon, budget.terms()) if private else (0.0, "")
         entry = self.entries.get(federation)
         if entry is None:
-            entry = Entry(epsilon=config.privacy.epsilon, terms=budget.terms(), answers={})
-            if sum(other["epsilon"] for other in self.entries.values()) + entry["epsilon"] > most:
-                raise Declined(f"this federation would spend more of its privacy than floors.epsilon={most:g}")
-        if entry["terms"] != budget.terms():
+            entry = Entry(epsilon=epsilon, terms=terms, answers={})
+            if sum(other["epsilon"] for other in self.entries.values()) + epsilon > floors.epsilon:
+                raise Declined(
+                    f"this federation would spend more of its privacy than floors.epsilon={floors.epsilon:g}"
+                )
+        if entry["terms"] != terms:
             raise Declined("the federation has changed what its noise follows from; start a new one")
-        if entry["answers"].get(step, 0) >= budget.limit(step):
+        if private and entry["answers"].get(step, 0) >= budget.limit(step):
             raise Declined(f"its privacy budget is spent: {step!r} was answered as often as was agreed")
+        if sum(one["answers"].get(step, 0) for one in self.entries.values()) >= floors.rounds:
+            raise Declined(f"this site answers {step!r} {floors.rounds} times at most (floors.rounds)")
         entry["answers"][step] = entry["answers"].get(step, 0) + 1
         self.entries[federation] = entry
         if self.path is not None:

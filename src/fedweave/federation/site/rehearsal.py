@@ -28,9 +28,10 @@ def check_site(settings: SiteConfig, config: Config, build_method: BuildMethod, 
     short = replace(
         config,
         training=replace(
-            config.training, local_steps=min(config.training.local_steps, config.discovery.max_buckets)
+            config.training,
+            local_steps=min(config.training.local_steps, max(config.discovery.max_buckets, settings.floors.steps)),
         ),
-        discovery=replace(config.discovery, warmup_steps=1),
+        discovery=replace(config.discovery, warmup_steps=min(config.discovery.warmup_steps, settings.floors.steps)),
         federation=replace(config.federation, secure_aggregation=False),
         living=replace(
             config.living, notice="open" if config.living.notice == "ask" else config.living.notice, least=2

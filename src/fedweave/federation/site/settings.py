@@ -54,8 +54,12 @@ class Floors:
     """What this site does not do, whatever a server asks: with one example, one step and a tiny clip an answer
     would hold that example's feature. A question below a floor is refused and logged here."""
 
-    bucket: int = setting(1, "Fewest examples in a bucket that is signed.", low=1)
-    batch: int = setting(2, "Smallest batch, in warmups as in rounds.", low=1)
+    bucket: int = setting(
+        1, "Fewest examples that an expert's update or signature rests on: smaller buckets join the nearest.", low=1
+    )
+    batch: int = setting(
+        2, "Smallest batch in warmups, the router's too, and in rounds; no bucket is smaller.", low=1
+    )
     steps: int = setting(1, "Fewest local steps of a round or a warmup.", low=1)
     clip: float = setting(1e-3, "Smallest training.clip.", low=0.0)
     level: Literal["none", "example", "client"] = setting(
@@ -65,13 +69,19 @@ class Floors:
     epsilon: float = setting(
         1e6, "Most that all federations of this site may spend together, each its privacy.epsilon.", low=0.0
     )
+    delta: float = setting(1e-5, "Largest privacy.delta of a federation with noise.", low=0.0, high=1.0)
     questions: tuple[str, ...] = setting(
         (), "The questions that are answered, as in [hello, train]; all when empty."
     )
-    rounds: int = setting(10_000, "Most rounds of one federation.", low=0)
+    rounds: int = setting(10_000, "Most answers to any one question, of all federations together.", low=0)
     fingerprint: str = setting(
         "", "The one backbone that is used, as `fedweave site check` prints it; any when empty."
     )
+
+    @property
+    def least(self) -> int:
+        """Of the examples that an answer rests on: a smaller bucket's batches would be smaller than they may be."""
+        return max(self.bucket, self.batch)
 
 
 @dataclass(frozen=True)

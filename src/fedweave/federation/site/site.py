@@ -25,6 +25,7 @@ from fedweave.data.examples import Example
 from fedweave.data.own import hold_out, read_examples
 from fedweave.errors import UserError
 from fedweave.federation import masks
+from fedweave.federation.admission import Sealed
 from fedweave.federation.checkpoint import load_checkpoint, save_checkpoint
 from fedweave.federation.client import Client
 from fedweave.federation.engines.in_process import InProcessEngine
@@ -54,6 +55,7 @@ class OwnFiles:
 
     def __init__(self, site: SiteConfig):
         self.site, self.name, self.floors = site, site.name, site.floors
+        self.splits = not site.validation
         self.state: Path | None = Path(site.state)  # where private parameters are kept; None: in memory
         self._seen: tuple[int, int] | None = None  # when the file was last written, and its size, at the last look
 
@@ -63,21 +65,25 @@ class OwnFiles:
 
     def rows(self, config: Config, index: int) -> tuple[list[Example], list[Example]]:
         """Training and validation rows of client ``index``."""
-        rows = self.everything()
+        rows = self._read()
         if self.site.validation:
             return rows, read_examples(_existing(self.site.validation, "validation"))
         return self.split(config, index, rows)
 
     def everything(self) -> list[Example]:
+        rows, self._seen = self._read(), None
+        return rows
+
+    def look(self, index: int, t: int) -> list[Example] | None:
+        return None if self._seen == _written(_existing(self.site.data, "data")) else self._read()
+
+    def _read(self) -> list[Example]:
         path = _existing(self.site.data, "data")
         self._seen = _written(path)
         rows = read_examples(path)
         if not rows:
             raise UserError(f"{self.site.data} is empty; add examples.")
         return rows
-
-    def look(self, index: int, t: int) -> list[Example] | None:
-        return None if self._seen == _written(_existing(self.site.data, "data")) else self.everything()
 
     def split(self, config: Config, index: int, rows: list[Example], version: int = 0) -> Split:
         """Rows kept back for validation, unless the site has a file of them."""
@@ -95,12 +101,12 @@ class OwnFiles:
 class Share:
     """Client ``index`` of a simulation; the validation examples are dealt out, so that their mean is the same."""
 
-    state: Path | None = None
+    splits = False
     secret = False  # a simulation gives the same figures again
     floors = Floors(batch=1, clip=0.0)  # a simulation has nobody to protect
 
-    def __init__(self, config: Config, index: int):
-        self.config, self.data = config, load_data(config)
+    def __init__(self, config: Config, index: int, state: Path | None = None):
+        self.config, self.data, self.state = config, load_data(config), state
         self.index, self.name = index, list(self.data.clients)[index]
 
     def backbone(self, config: BackboneConfig) -> BackboneConfig:
@@ -190,10 +196,11 @@ class Site:
         self.session: Session | None = None
         self.ledger = Ledger(source.state / "privacy.json" if source.state is not None else None)
 
-    def answer(self, question: Message) -> Message:
-        """The answer, or one sentence that says why there is none and nothing of the site."""
+    def answer(self, sealed: Sealed) -> Message:
+        """The answer, or one sentence that says why there is none and nothing of the site. A question that cannot
+        be opened is the server's fault, and no reason to stop."""
         try:
-            return self.reply(question)
+            return self.reply(sealed if isinstance(sealed, Message) else sealed())
         except Declined as error:
             self.console.warn(str(error))
             return Message(facts={"error": str(error)})
@@ -238,27 +245,29 @@ class Site:
         if question.facts["assignment"]:
             self._align(session, question)
         if step.name not in masks.NAMES:
-            self.ledger.spend(session.key[2], session.key[0], step.name, floors.epsilon)
+            self.ledger.spend(session.key[2], session.key[0], step.name, floors)
         session.client.held = session.feed.held
         engine = session.engine
         asked = [Asked(session.client, question, engine.layers, engine.width)]
         ((_, message),) = engine.answers(step, asked, question)
-        if not question.facts["assignment"] or step.name == News.name:  # they form buckets
-            check_buckets(floors, session.client.sizes)
+        check_buckets(floors, session.client.sizes)
         self._remember(session)
         return message
 
     # ---------------------------------------------------------------------------------- what the site holds
 
     def _session(self, question: Message) -> Session:
-        """The site's client in this federation, made when first asked for."""
+        """The site's client in this federation, with the rows that the server knows of; made when first asked for.
+        They are others than it has where an answer got lost, or the server has gone back."""
         key = (read_config(question), question.facts["index"], question.facts["federation"])
-        if self.session is None or self.session.key != key:
+        version = question.facts.get("version", 0)
+        if self.session is None or self.session.key != key or self.session.client.version != version:
             self.rest()
-            self.session = self._join(*key)
+            self.session = None  # whatever happens: what it was is over
+            self.session = self._join(*key, version)
         return self.session
 
-    def _join(self, config: Config, index: int, federation: str) -> Session:
+    def _join(self, config: Config, index: int, federation: str, version: int) -> Session:
         backbone, method = self.models.get(self.source.backbone(config.backbone)), self.build_method(config)
         labels = self.source.labels(config) if method.uses_labels else None
         if method.uses_labels and labels is None:
@@ -274,11 +283,13 @@ class Site:
             return kept, ClientData(self.source.name, encoded, features)
 
         folder = self._folder(federation)
-        saved = read_saved(folder) if lives(config) else None
+        saved = read_saved(folder, version) if lives(config) else None
+        if version and saved is None:
+            raise Declined("it has kept no buckets of the rows that it is asked about; start the federation anew.")
         feed = SiteFeed(self.source, config, index, encode, self.console, saved)
         if not len(feed.here):
             raise UserError("no training row is left after rows with too long answers were dropped.")
-        client = Client(index, feed.here, held=feed.held, feed=feed)
+        client = Client(index, feed.here, held=feed.held, feed=feed, least=self.source.floors.least)
         if saved is not None:
             feed.restore(client, saved)
         if folder is not None and (folder / _MEMORY).is_dir():
@@ -297,11 +308,12 @@ class Site:
     def _align(self, session: Session, question: Message) -> None:
         """Give the client's buckets the experts that they were given."""
         client, assignment = session.client, list(question.facts["assignment"])
-        if not client.buckets:  # the site was away: the same rows give the same buckets
+        formed = not client.buckets
+        if formed:  # the site was away: the same rows give the same buckets
             session.method.form_buckets(session.engine.compute, [client])
-        if question.facts["step"] == News.name and len(client.buckets) >= len(assignment):
-            client.dissolve(len(assignment))  # buckets of which the server, resumed, knows nothing
-        elif known_sizes(session.key[0], client.sizes) != list(question.facts["sizes"]):
+        own, told = known_sizes(session.key[0], client.sizes), list(question.facts["sizes"])
+        asked = question.facts["step"] == News.name and not formed  # what has gone from its buckets
+        if len(own) != len(told) or (own != told and not asked):
             raise Declined("its data has changed since this federation was aligned; restore it, or start anew.")
         client.assignment = assignment
 
@@ -323,7 +335,7 @@ class Site:
 
 def lives(config: Config) -> bool:
     """Whether the server asks for news of a site's rows."""
-    return config.living.notice != "off"
+    return bool(config.data.changes) or config.living.notice != "off"
 
 
 def read_config(question: Message) -> Config:

@@ -47,6 +47,7 @@ class FlowerEngine(Engine):
     ``settings`` is the config that they are told."""
 
     grows = True
+    bound = True  # whether a name belongs to the key of its node: a simulation's nodes have new keys every time
 
     def __init__(self, grid: Grid, config: Config, console: Console, federation: str, settings: Config):
         self.grid, self.config, self.console = grid, config, console
@@ -227,7 +228,7 @@ class FlowerEngine(Engine):
     def _take_seat(self, node: int, client: RemoteSite) -> str:
         """A node that bears a site's name is that site if it has its key, and no other is there."""
         key = self._online[node].key
-        if client.node is not None or client.key != key:
+        if client.node is not None or (self.bound and client.key != key):
             self.console.warn(f"site {client.name} is turned away: {_BOUND if client.node is None else _TAKEN}.")
             return ""
         client.node, client.key = node, key

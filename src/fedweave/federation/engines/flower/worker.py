@@ -32,9 +32,8 @@ def work(site: SiteConfig, build_method: BuildMethod, console: Console, own_supe
             node.renew()
             raise RuntimeError("the SuperNode was started anew for another run; the question will be asked again")
         runs[:] = [message.metadata.run_id]
-        question = from_records(message.content)
-        reply = answering.answer(question)
-        console.say(f"{question.facts.get('step')}: sent {reply.size / 1e6:.2f} MB of arrays")
+        reply = answering.answer(lambda: from_records(message.content))
+        console.say(f"{reply.facts.get('step', 'no answer')}: sent {reply.size / 1e6:.2f} MB of arrays")
         return FlowerMessage(to_records(reply), reply_to=message)
 
     signal.signal(signal.SIGTERM, signal.default_int_handler)

@@ -1,0 +1,127 @@
+"""The second table of a comparison with hostile clients or with privacy: by how much either moves the loss of a run
+with the same seed and without it."""
+
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+
+from fedweave.aggregation.robust import FOR_STRANGERS, RULES, chosen_rule
+from fedweave.compare.grid import Cell
+from fedweave.schema import Summary
+
+KINDS = ("none", "flip", "shout", "claim", "inflate", "labels", "bucket")  # of attacks, as the config lists them
+# hostile clients, the most by which they may move the macro loss, and under which rule; none: the best
+BARS = ((0.05, 0.02, FOR_STRANGERS), (0.3, 0.05, ""))
+_MOST_TASKS = 12  # of a table
+Losses = dict[int, dict[str, float]]  # seed -> task -> loss
+Case = tuple[float, str, str]  # share of hostile clients, attack, rule
+
+
+def attack_table(finished: Sequence[tuple[Cell, Summary]]) -> str:
+    """Markdown: the worst that any attack of a size does to a rule, and what every attack does to every task. Each
+    is held against honest clients with the same rule and the same seeds. Nothing where nobody attacks."""
+    found: dict[Case, Losses] = {}
+    for cell, summary in finished:
+        if last := summary["test"].get("last"):  # what a validation set of the server's own would not have avoided
+            attack = cell.config.attack
+            share = attack.clients if attack.kind != "none" else 0.0
+            found.setdefault((share, attack.kind, _rule(cell)), {})[summary["seed"]] = last["loss"][last["used"]]
+    honest = {rule: losses for (_, kind, rule), losses in found.items() if kind == "none"}
+    cases = sorted(found, key=lambda case: (case[0], KINDS.index(case[1]), _place(case[2])))
+    attacked = [case for case in cases if case[1] != "none" and case[2] in honest]
+    if not attacked:
+        return ""
+    default = FOR_STRANGERS if FOR_STRANGERS in honest else next(iter(honest))
+    moved = {case: _moves(found[case], honest[case[2]]) for case in attacked}
+    costs = {case: _moves(found[case], honest[default]) for case in cases}
+    tasks = list(next(iter(next(iter(honest.values())).values())))
+    tasks = tasks if len(tasks) <= 1 + _MOST_TASKS else ["macro"]
+    worst: dict[tuple[float, str], Case] = {}
+    for case in [case for case in cases if case[1] == "none"] + sorted(attacked, key=lambda c: _mean(moved[c])):
+        worst[case[0], case[2]] = case
+    lines = [f"{TITLE} {default} is what sites have unless they say otherwise.", "", *_HEAD]
+    for share, rule in sorted(worst, key=lambda row: (row[0], _place(row[1]))):
+        case = worst[share, rule]
+        figures = [_shown(moved.get(case, {}), "macro"), _shown(costs[case], "macro")]
+        lines.append(f"| {share:.0%} | {rule} | {case[1]} | {' | '.join(figures)} |")
+    lines += ["", "| the bar | at most | worst attack | met |", "|---|---:|---:|---|"]
+    for share, most, named in BARS:
+        rules = {rule: case for (size, rule), case in worst.items() if size == share and named in (rule, "")}
+        if rules:
+            rule = min(rules, key=lambda rule: _mean(moved[rules[rule]]))
+            met = "yes" if _mean(moved[rules[rule]]) <= most else "**no**"
+            title = f"{share:.0%} of the clients against {rule}, {'the default' if named else 'the best rule'}"
+            lines.append(f"| {title} | {most:+.1%} | {_shown(moved[rules[rule]], 'macro')} | {met} |")
+    lines += ["", "Every attack and every task, against honest clients with the same rule:", ""]
+    lines += [f"| clients | attack | rule | {' | '.join(tasks)} |", f"|---|---|---|{'---:|' * len(tasks)}"]
+    for share, kind, rule in attacked:
+        figures = [_shown(moved[share, kind, rule], task) for task in tasks]
+        lines.append(f"| {share:.0%} | {kind} | {rule} | {' | '.join(figures)} |")
+    return "\n".join([*lines, ""])
+
+
+def private_table(finished: Sequence[tuple[Cell, Summary]]) -> str:
+    """Markdown: what every level and ε costs, against no privacy with the same clients and buckets, and with the
+    most buckets. Nothing where there is no privacy, or nothing else."""
+    found: dict[tuple[int, str, int], Losses] = {}
+    spent: dict[tuple[int, str, int], list[float]] = {}
+    for cell, summary in finished:
+        if best := summary["test"].get("best"):
+            private = cell.config.privacy
+            name = f"{private.level}, ε = {private.epsilon:g}" if private.level != "none" else "none"
+            row = (cell.config.data.clients, name, cell.config.discovery.max_buckets)
+            found.setdefault(row, {})[summary["seed"]] = best["loss"][best["used"]]
+            if "privacy" in summary:
+                spent.setdefault(row, []).append(summary["privacy"]["spent"])
+    open_ones = {row: losses for row, losses in found.items() if row[1] == "none"}
+    if not spent or not open_ones:
+        return ""
+    lines = [
+        "| clients | privacy | buckets | ε spent | macro loss | none, same buckets | none, most buckets |",
+        "|---|---|---|---:|---:|---:|---:|",
+    ]
+    for clients, name, buckets in sorted(found, key=lambda row: row[0]):
+        row, most = (clients, name, buckets), max((b for n, _, b in open_ones if n == clients), default=buckets)
+        same, usual = (open_ones.get((clients, "none", count), {}) for count in (buckets, most))
+        macro = np.mean([losses["macro"] for losses in found[row].values()])
+        figures = [_shown(_moves(found[row], other), "macro") for other in (same, usual)]
+        own = f"{max(spent[row]):.2f}" if row in spent else "∞"
+        lines.append(f"| {clients} | {name} | {buckets} | {own} | {macro:.4f} | {' | '.join(figures)} |")
+    return "\n".join(
+        ["What privacy costs, against none with the same clients (± is the deviation over seeds):", "", *lines, ""]
+    )
+
+
+TITLE = "By how much hostile clients move the loss of the last round (± is the deviation over seeds)."
+_HEAD = [
+    "| clients | rule | worst attack | macro, same rule honest | macro, default honest |",
+    "|---|---|---|---:|---:|",
+]
+
+
+def _rule(cell: Cell) -> str:
+    return chosen_rule(cell.config) + (", quarantine" if cell.config.federation.quarantine else "")
+
+
+def _place(rule: str) -> tuple[int, str]:
+    """Where a rule stands in a table."""
+    return [*RULES].index(rule.partition(",")[0]), rule
+
+
+def _moves(attacked: Losses, honest: Losses) -> dict[str, list[float]]:
+    """task -> how much higher its loss is, for every seed that both have."""
+    seeds = [seed for seed in attacked if seed in honest]
+    tasks = attacked[seeds[0]] if seeds else {"macro": 0.0}
+    return {task: [attacked[seed][task] / honest[seed][task] - 1 for seed in seeds] for task in tasks}
+
+
+def _mean(moves: Mapping[str, list[float]]) -> float:
+    """Of the macro loss; what shares no seed with honest clients has moved by nothing that is known."""
+    return float(np.mean(moves["macro"])) if moves["macro"] else 0.0
+
+
+def _shown(moves: Mapping[str, list[float]], task: str) -> str:
+    found = moves.get(task, [])
+    if not found:
+        return "–"
+    return f"{np.mean(found):+.1%}" + (f" ± {100 * np.std(found, ddof=1):.1f}" if len(found) > 1 else "")

@@ -1,0 +1,136 @@
+"""`fedweave compare attacks` and `private`: their cells, and what the tables make of them."""
+
+from types import SimpleNamespace
+
+import pytest
+
+from fedweave.compare.against import attack_table, private_table
+from fedweave.compare.grid import cells, load_comparison
+from fedweave.config import load_config
+
+
+def grid(name, tmp_path):
+    return cells(load_comparison(name, ["seed=42", "data.path=."], None), tmp_path)
+
+
+def arms(grid, clients):
+    """(rule, quarantine) of the cells with so many hostile clients, and their attacks"""
+    found: dict[tuple[str, int], list[str]] = {}
+    for cell in grid:
+        if cell.values["attack.clients"] == clients:
+            federation = cell.config.federation
+            found.setdefault((federation.rule, federation.quarantine), []).append(cell.config.attack.kind)
+    return found
+
+
+def test_the_cells_of_the_study(tmp_path):
+    study, attacks = grid("attacks", tmp_path), ["flip", "shout", "claim", "inflate", "labels", "bucket"]
+    unclaimed = [kind for kind in attacks if kind != "claim"]  # a claim is refused: whoever sends it has no cosine
+    assert arms(study, 0.05) == {("clip", 0): attacks, ("agreement", 0): attacks}
+    assert arms(study, 0.3) == {("agreement", 0): attacks, ("agreement", 2): unclaimed}
+    assert set(arms(study, 0.0)) == {*arms(study, 0.05), *arms(study, 0.3), ("mean", 0)}
+    assert {c.config.federation.max_share for c in study if c.config.federation.rule != "mean"} == {0.2}
+    assert [c.config.attack.kind for c in study[:4]] == ["none"] * 4, "what a cut run needs first comes first"
+
+
+def test_every_rule_in_the_longer_study(tmp_path):
+    study, longer = grid("attacks", tmp_path), grid("attack-rules", tmp_path)
+    assert {c.folder for c in study} <= {c.folder for c in longer} and len(longer) == 84
+    for rule in ("mean", "clip", "median", "trimmed", "krum", "agreement"):
+        assert {"flip", "shout", "inflate", "labels", "bucket"} <= set(arms(longer, 0.3)[rule, 0])
+        assert arms(longer, 0.0)[rule, 0] == ["none"]
+    assert set(arms(longer, 0.1)) == {("clip", 0), ("agreement", 0)}
+    assert ("clip", 2) in arms(longer, 0.05)
+
+
+def finished(kind: str, clients: float, rule: str, seed: int, **losses: float):
+    rule, _, quarantine = rule.partition("+")
+    overrides = [f"attack.kind={kind}", f"attack.clients={clients}", f"federation.rule={rule}"]
+    config = load_config("quickstart", [*overrides, f"federation.quarantine={quarantine or 0}"])
+    macro = sum(losses.values()) / len(losses)
+    last = {"used": "sparse", "loss": {"sparse": {**losses, "macro": macro}}}
+    return SimpleNamespace(config=config), {"seed": seed, "test": {"last": last}}
+
+
+def test_an_attack_is_held_against_honest_clients_of_the_same_rule_and_seed():
+    table = attack_table([
+        finished("none", 0.0, "median", 1, sum=2.0, mood=2.0),
+        finished("none", 0.0, "clip", 1, sum=1.0, mood=1.0),
+        finished("none", 0.0, "clip", 2, sum=2.0, mood=2.0),
+        finished("none", 0.0, "clip+3", 1, sum=1.0, mood=1.2),
+        finished("flip", 0.3, "clip", 1, sum=1.0, mood=3.0),
+        finished("flip", 0.3, "clip", 2, sum=2.0, mood=6.0),
+        finished("shout", 0.3, "clip", 1, sum=1.0, mood=1.0),
+        finished("flip", 0.3, "median", 1, sum=2.0, mood=2.2),
+        finished("flip", 0.3, "clip+3", 1, sum=1.0, mood=1.2),
+        finished("flip", 0.3, "median", 3, sum=9.0, mood=9.0),
+        finished("labels", 0.05, "clip", 1, sum=1.0, mood=1.2),
+    ])  # fmt: skip
+    for row in (
+        "| 0% | median | none | – | +100.0% |",  # what a rule costs
+        "| 0% | clip, quarantine | none | – | +10.0% |",
+        "| 30% | clip | flip | +100.0% ± 0.0 | +100.0% ± 0.0 |",  # the worst of two attacks
+        "| 30% | clip, quarantine | flip | +0.0% | +10.0% |",
+        "| 30% | median | flip | +5.0% | +110.0% |",
+        "| 30% of the clients against clip, quarantine, the best rule | +5.0% | +0.0% | yes |",
+        "| 5% of the clients against clip, the default | +2.0% | +10.0% | **no** |",
+        "| clients | attack | rule | sum | mood | macro |",
+        "| 30% | flip | clip | +0.0% ± 0.0 | +200.0% ± 0.0 | +100.0% ± 0.0 |",
+        "| 30% | flip | median | +0.0% | +10.0% | +5.0% |",
+    ):
+        assert row in table.splitlines()
+
+
+def test_without_attacks_or_honest_clients_there_is_no_such_table():
+    assert attack_table([finished("none", 0.0, "mean", 1, sum=1.0)]) == ""
+    assert attack_table([finished("flip", 0.3, "mean", 1, sum=1.0)]) == ""
+
+
+@pytest.mark.slow
+def test_the_study_on_a_tiny_model(tmp_path, small, says):
+    quick = [*small, "data.source=sample", "data.clients=5", "training.rounds=1", "seed=42", "data.distinct=true"]
+    table = says("compare", "attacks", *quick, "--output", tmp_path / "attacks")
+    rows = [line for line in table.splitlines() if line.startswith("| 30%") or line.startswith("| 5%")]
+    assert len(rows) == 4 + 23 + 2 and not any("–" in row for row in rows)
+
+
+def test_the_cells_of_the_study_of_privacy(tmp_path):
+    study = grid("private", tmp_path)
+    for clients in (20, 200):
+        own = [c.config for c in study if c.config.data.clients == clients]
+        noised = [(c.privacy.level, c.privacy.epsilon) for c in own if c.privacy.level != "none"]
+        assert noised == [("example", 8.0), ("example", 2.0), ("client", 8.0), ("client", 2.0)]
+        assert [c.discovery.max_buckets for c in own if c.privacy.level == "none"] == [8, 1]
+        assert all(c.federation.secure_aggregation == (c.privacy.level == "client") for c in own)
+
+
+def private(level: str, epsilon: float, buckets: int, seed: int, loss: float):
+    asked = [f"privacy.level={level}", f"privacy.epsilon={epsilon}", f"discovery.max_buckets={buckets}"]
+    config = load_config("quickstart", [*asked, "discovery.sketch=4", "data.clients=20"])
+    summary = {"seed": seed, "test": {"best": {"used": "sparse", "loss": {"sparse": {"macro": loss}}}}}
+    return SimpleNamespace(config=config), summary | ({"privacy": {"spent": 1.5}} if level != "none" else {})
+
+
+def test_privacy_is_held_against_none_with_the_same_seed():
+    runs = [
+        private("none", 8, 8, 1, 1.0), private("none", 8, 1, 1, 2.0), private("none", 8, 1, 2, 1.0),
+        private("example", 8, 1, 1, 2.2), private("example", 8, 1, 2, 1.1), private("client", 2, 1, 3, 9.0),
+    ]  # fmt: skip
+    for row in (
+        "| 20 | none | 8 | ∞ | 1.0000 | +0.0% | +0.0% |",
+        "| 20 | none | 1 | ∞ | 1.5000 | +0.0% ± 0.0 | +100.0% |",
+        "| 20 | example, ε = 8 | 1 | 1.50 | 1.6500 | +10.0% ± 0.0 | +120.0% |",
+        "| 20 | client, ε = 2 | 1 | 1.50 | 9.0000 | – | – |",
+    ):
+        assert row in private_table(runs).splitlines()
+    assert private_table(runs[:3]) == private_table(runs[3:]) == ""
+
+
+@pytest.mark.slow
+def test_the_study_of_privacy_on_a_tiny_model(tmp_path, small, says):
+    pytest.importorskip("dp_accounting")
+    quick = [setting for setting in small if not setting.startswith("discovery.max_buckets")]
+    quick += ["data.source=sample", "data.clients=5,6", "training.rounds=1", "seed=42", "data.distinct=true"]
+    table = says("compare", "private", *quick, "--output", tmp_path / "private")
+    rows = [line for line in table.splitlines() if line.startswith(("| 5 | example, ε", "| 6 | client, ε"))]
+    assert len(rows) == 4 and not any("–" in row for row in rows)
