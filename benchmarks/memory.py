@@ -72,7 +72,7 @@ def predicted_gib(trainer: LockstepTrainer, lanes: Sequence[Lane]) -> float:
     """Of these lanes together, with the weights."""
     backbone, step = trainer.backbone, one_lane(lanes).times(len(lanes))
     memory = step_memory(backbone, trainer.mixture.layout)
-    weights = float(bytes_of(backbone.model))
+    weights = bytes_of(backbone.model) + memory.rounded(trainer.config.fp8)
     if packed_weights(backbone.model):
         weights += memory.unpacked(head=False)
     return (weights + in_all(memory.training(step, trainer.checkpointing))) / 2**30

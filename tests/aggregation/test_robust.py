@@ -56,6 +56,18 @@ def test_those_who_agree_are_their_own_average(rule, count):
     torch.testing.assert_close(RULES[rule](rows, torch.full((count,), 1 / count), 0.3), rows[0])
 
 
+@pytest.mark.parametrize("rule", ["clip", "median", "trimmed", "krum", "agreement"])
+def test_who_has_an_expert_nearly_alone_speaks_no_louder_in_it_than_others_in_theirs(rule, config):
+    layout = AdapterLayout(("layer",), (8,), (8,), rank=2, experts=2)
+    average = expert_average(layout, torch.device("cpu"), changed(config, federation={"rule": rule}))
+    step = torch.randn(layout.size, generator=torch.Generator().manual_seed(1))
+    for _ in range(3):
+        average.add(step, torch.tensor([5.0, 0.0]))
+    average.add(1000 * step, torch.tensor([0.0, 5.0]))
+    own = (layout.expert_of_column == 1).nonzero()[:, 0]
+    assert average.step()[own].norm() <= 1.001 * step[layout.expert_of_column == 0].norm()
+
+
 def test_krum_keeps_the_shares_of_those_it_keeps():
     rows = torch.tensor([[0.0], [0.1], [0.2], [50.0]])
     found = RULES["krum"](rows, torch.tensor([0.5, 0.25, 0.125, 0.125]), 0.25)

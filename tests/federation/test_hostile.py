@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import pytest
 import torch
 
-from fedweave.aggregation.robust import client_average, expert_average
+from fedweave.aggregation.robust import client_average, expert_average, usual_length
 from fedweave.federation.admission import Door, Receipts
 from fedweave.federation.message import Message
 from fedweave.federation.rounds import one_round
@@ -165,7 +165,8 @@ class Averages:
         for start in told.values():
             for m, adapter, buckets in start:
                 means.setdefault(m, client_average(len(first), device, self.config)).add(adapter - first, buckets)
-        return [torch.stack([mean.step() for mean in means.values()]).sum(0)]
+        usual = usual_length(means.values())
+        return [torch.stack([mean.step(usual) for mean in means.values()]).sum(0)]
 
     def effect(self, reply: Reply, told: object) -> float:
         """How far it moves the model, as a multiple of the farthest that an honest client does."""
@@ -226,7 +227,15 @@ def loss_of_a_step(message: Message) -> Message:
     )
 
 
-@pytest.mark.parametrize("lie", [many_examples, one_number, loss_of_a_step])
+def far_out(message: Message) -> Message:
+    """Its prompts lie as far out as can be counted, so that every prompt is familiar."""
+    facts = dict(message.facts)
+    if facts["step"] == "distances":
+        facts["counts"] = [*[0 for _ in facts["counts"][1:]], sum(facts["counts"])]
+    return Message(message.tensors, facts)
+
+
+@pytest.mark.parametrize("lie", [many_examples, one_number, loss_of_a_step, far_out])
 def test_a_liar_before_and_in_the_first_round_costs_itself_alone(lie, config, backbone):
     config = changed(
         config, data={"clients": 8, "train": 24}, federation={"rule": "clip", "max_share": 0.2},
@@ -241,3 +250,5 @@ def test_a_liar_before_and_in_the_first_round_costs_itself_alone(lie, config, ba
     features = torch.cat([member.data.features for member in members if member.index != LIAR])
     known, usual = (s.weights(features).any(1).float().mean() for s in (state, honest))
     assert abs(known - usual) < 0.25, "what is familiar to the others stays so"
+    limits = [float(s.router.views(s.phi[0])["familiar.limit"]) for s in (state, honest)]
+    assert limits[0] < 3 * limits[1], "and what is not does not become so"

@@ -6,7 +6,7 @@ client's weight is its own claim, so none counts for more than ``federation.max_
 that compare numbers one by one (median, trimmed) count every client alike.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from statistics import median_low
 
 import torch
@@ -24,8 +24,12 @@ def mean(rows: torch.Tensor, shares: torch.Tensor, hostile: float) -> torch.Tens
 
 def clip(rows: torch.Tensor, shares: torch.Tensor, hostile: float) -> torch.Tensor:
     """No update is longer than the median one."""
-    norms = rows.norm(dim=1)
-    return shares @ (rows * (norms.median() / norms.clamp(min=1e-20)).clamp(max=1.0)[:, None])
+    return shares @ shortened(rows, rows.norm(dim=1).median())
+
+
+def shortened(rows: torch.Tensor, most: torch.Tensor) -> torch.Tensor:
+    """These rows, none of them longer than that."""
+    return rows * (most / rows.norm(dim=1).clamp(min=1e-20)).clamp(max=1.0)[:, None]
 
 
 def median(rows: torch.Tensor, shares: torch.Tensor, hostile: float) -> torch.Tensor:
@@ -112,11 +116,20 @@ class RobustClients:
     def weight(self) -> float:
         return sum(self.weights)
 
-    def step(self) -> torch.Tensor:
+    def step(self, usual: torch.Tensor | None = None) -> torch.Tensor:
+        """Two clients have no middle: by every rule but the mean neither of them is longer than ``usual``."""
         if not self.rows:
             return torch.zeros(self.size, device=self.device)
         rows = torch.stack(self.rows)  # [n, p]
+        if usual is not None and len(rows) < 3 and self.rule is not mean:
+            rows = shortened(rows, usual)
         return self.rule(rows, capped(self.weights, self.most).to(rows), self.hostile)
+
+
+def usual_length(averages: Iterable[ClientAverage | RobustClients]) -> torch.Tensor | None:
+    """The median length of all clients' updates of all experts; None where too few are kept to tell."""
+    rows = [row for one in averages if isinstance(one, RobustClients) for row in one.rows]
+    return torch.stack([row.norm() for row in rows]).median() if len(rows) > 2 else None
 
 
 class RobustExperts:
@@ -134,8 +147,9 @@ class RobustExperts:
                 part.add(delta[columns], weight)
 
     def step(self) -> torch.Tensor:
-        for columns, part in zip(self.columns, self.parts, strict=True):
-            self.move[columns] = part.step()
+        usual = usual_length(self.parts[:-1])
+        for m, (columns, part) in enumerate(zip(self.columns, self.parts, strict=True)):
+            self.move[columns] = part.step(usual if m < len(self.parts) - 1 else None)  # what all share is larger
         return self.move
 
 

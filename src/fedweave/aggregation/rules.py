@@ -41,5 +41,5 @@ class ClientAverage:
         self.sum += delta.to(self.sum) * weight
         self.weight += weight
 
-    def step(self) -> torch.Tensor:
+    def step(self, usual: torch.Tensor | None = None) -> torch.Tensor:
         return self.sum / max(self.weight, 1e-12)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -10,13 +11,22 @@ import torch
 
 from fedweave.backbone.announced import check_finite, check_room, skeleton
 from fedweave.backbone.catalog import Located
-from fedweave.backbone.quantised import as_nf4, from_gguf, kept_weights, load_quantised, predicted_bytes
+from fedweave.backbone.quantised import (
+    as_nf4,
+    from_gguf,
+    kept_weights,
+    load_quantised,
+    packed_weights,
+    predicted_bytes,
+)
 from fedweave.config import BackboneConfig
+from fedweave.kernels.dequantise import Quantised
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel
 
 _AT_ONCE = {"cpu": 1 << 20, "cuda": 1 << 24}  # numbers that are hashed at once, as eight bytes each
+_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def load_model(
@@ -57,17 +67,28 @@ def _load_dense(path: str, dtype: torch.dtype) -> PreTrainedModel:
 def weights_hash(model: torch.nn.Module, portable: bool = False) -> str:
     """A hash over every bit of every parameter and buffer, fast enough to take before and after a run; ``portable``
     takes their values rounded to bfloat16, whatever they are loaded in and however they are kept."""
+    weights: Iterable[tuple[str, torch.Tensor | Quantised]] = kept_weights(model, unpacked=False)
+    if portable:
+        weights = [*model.state_dict().items(), *packed_weights(model).items()]
     lines = []
-    for name, tensor in kept_weights(model, unpacked=portable):
-        values = tensor.contiguous().reshape(-1)
-        if portable and values.is_floating_point():
-            values = values.to(torch.bfloat16)
-        bits = values.view({1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[values.element_size()])
-        total, mixed, some = 0, 0, _AT_ONCE[bits.device.type]
-        for start in range(0, len(bits), some):
-            chunk = bits[start : start + some].long()
-            weights = torch.arange(start + 1, start + 1 + len(chunk), device=chunk.device) % 65521
-            total += int(chunk.sum())
-            mixed += int((chunk * weights).sum())
-        lines.append(f"{name} {tuple(tensor.shape)} {values.dtype} {total} {mixed}\n")
+    for name, weight in weights:
+        kind, total, mixed, seen = None, 0, 0, 0
+        for values in _pieces(weight):
+            if portable and values.is_floating_point():
+                values = values.to(torch.bfloat16)
+            kind, bits = values.dtype, values.view(_BITS[values.element_size()]).long()
+            places = torch.arange(seen + 1, seen + 1 + len(bits), device=bits.device) % 65521
+            total, mixed, seen = total + int(bits.sum()), mixed + int((bits * places).sum()), seen + len(bits)
+        lines.append(f"{name} {tuple(weight.shape)} {kind} {total} {mixed}\n")
     return hashlib.sha256("".join(sorted(lines)).encode()).hexdigest()
+
+
+def _pieces(weight: torch.Tensor | Quantised) -> Iterator[torch.Tensor]:
+    """All numbers in their order, some at a time, so that a large matrix is never there as numbers."""
+    some = _AT_ONCE[weight.device.type]
+    if isinstance(weight, torch.Tensor):
+        yield from weight.contiguous().reshape(-1).split(some)
+        return
+    rows = max(1, some // weight.columns)
+    for start in range(0, len(weight.low), rows):
+        yield weight.rows(slice(start, start + rows)).dense(torch.float32).flatten()

@@ -17,7 +17,7 @@ from typing import NamedTuple
 
 import torch
 
-from fedweave.aggregation.robust import believed
+from fedweave.aggregation.robust import believed, chosen_share
 from fedweave.config import Config
 from fedweave.federation.admission import Receipts
 from fedweave.federation.client import Client
@@ -34,6 +34,7 @@ _ROWS = 5  # prompts of each half that a direction needs, and that a client must
 _BINS = 1000  # of distances, in hundredths of the mean one: a coarser limit is a higher one
 _WIDTH = 0.01
 _LONGEST = 4.0  # times the median: mean square features of a site that are believed
+_FARTHEST = 2.0  # times the median: how far out a stranger's prompts lie that is believed
 _WAITING = 32  # sites whose moments are held at a time, until it is known how long features are
 
 
@@ -266,10 +267,15 @@ class Familiarity:
         far = crossed(halves, means, seconds)
         question = Message(spanned(halves), {"mean_far": far})
         counts, heard = torch.zeros(_BINS), Receipts(bytes_up=receipts.bytes_up)
+        asked, own = familiar_share(self.config), []
         for member, found in engine.ask(self.distances, engine.members, question, heard):
+            own += [reach(found, asked)] if found.any() else []
             counts += part.get(member.index, 1.0) * found
         if not counts.any():  # nobody has said how far out familiar prompts lie: all are
             return router, phi
-        limit = reach(counts, familiar_share(self.config)) * span.distance * farther(halves, far)
+        reached = reach(counts, asked)
+        if chosen_share(self.config) < 1:
+            reached = min(reached, _FARTHEST * median_low(own))
+        limit = reached * span.distance * farther(halves, far)
         limit *= self.config.router.doubt
         return router.knowing(phi, span.mean, span.scale, span.axes, limit)

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from fedweave.aggregation.robust import believed, client_average, streams
+from fedweave.aggregation.robust import believed, client_average, streams, usual_length
 from fedweave.alignment.align import (
     Alignment,
     align,
@@ -219,7 +219,8 @@ def warm_starts(
         for m, adapter, buckets in start if plain else _one_each(start):
             if m in means:
                 means[m].add(adapter - origin, buckets)
-    return [origin + mean.step() if mean.weight else first for mean in means.values()]
+    usual = usual_length(means.values())
+    return [origin + mean.step(usual) if mean.weight else first for mean in means.values()]
 
 
 def _one_each(start: Start) -> Start:

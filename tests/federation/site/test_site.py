@@ -42,6 +42,15 @@ def test_check_shows_what_would_leave_and_leaves_nothing_behind(site, tmp_path, 
     assert "Add 3" not in shown and sorted(p.name for p in tmp_path.iterdir()) == ["data.jsonl", "site.yaml"]
 
 
+def test_check_keeps_to_the_sites_own_floors(site, capsys):
+    """A rehearsal is short, but not shorter than the site allows."""
+    path = site(floors={"steps": 4, "bucket": 5})
+    assert main(["site", "check", str(path), "quickstart", *SMALL, "training.local_steps=9", "--quiet"]) == 0
+    assert "steps 4" in capsys.readouterr().out
+    assert main(["site", "check", str(path), "quickstart", *SMALL, "training.local_steps=3", "--quiet"]) == 2
+    assert "asks for 3, where this site's floors.steps is 4" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("notice", ["open", "ask"])
 @pytest.mark.parametrize("buckets", [1, 3])
 def test_check_rehearses_a_kind_that_nobody_knows(site, capsys, notice, buckets):
