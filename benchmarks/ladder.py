@@ -3,7 +3,7 @@
     python -m benchmarks.ladder                                    # about two minutes on a CPU
     python -m benchmarks.ladder --shapes 135m 0.5b 3b 8b --sweep   # the published figures (H200)
     python -m benchmarks.ladder --shapes 8b --fastest              # the last rungs and decoding alone
-    python -m benchmarks.ladder --shapes 135m 3b --only decoding        # decoding alone
+    python -m benchmarks.ladder --shapes 135m 3b --only decoding   # decoding alone
 
 One round is 20 clients × 10 steps × batch 8 with M = 4 experts of rank 8 (on a CPU: 2 × 1 × 4). The PEFT loops are
 timed on a few clients and scaled to all: clients come one after another there, so time is proportional. The last

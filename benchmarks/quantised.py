@@ -1,13 +1,13 @@
 """Memory and time of a run whose backbone stays quantised, beside the same run with plain weights.
 
-    python -m benchmarks.quantised [--weights dense,stored,nf4] [--turns 2] [--output FILE] [key=value …]
+    python -m benchmarks.quantised [--weights dense,stored,nf4] [--turns 2] [--together] [key=value …]
 
 Every kind of ``backbone.weights`` is a whole run of the quickstart in a process of its own: features, discovery,
 rounds and test. Overrides choose the model and the size, as in ``backbone.model=FILE.gguf training.rounds=1``.
 Printed are the process's peak memory, what the weights alone take, seconds of the run and of its phases, processor
-seconds (with OMP_NUM_THREADS=1 they mean something on a busy machine, too), the best validation loss, and each as a
-ratio to the first kind; of several turns the median. A GGUF file is read once before anything is measured, and no
-features come from a cache.
+seconds, the best validation loss, and each as a ratio to the first kind; of several turns the median. A GGUF file
+is read once before anything is measured, and no features come from a cache. On a busy machine processor seconds of
+kinds that run together, with OMP_NUM_THREADS=1, still mean something: all meet the same load.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 
@@ -59,6 +60,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--weights", type=lambda text: text.split(","), default=["dense", "stored"])
     parser.add_argument("--turns", type=int, default=1)
+    parser.add_argument("--together", action="store_true", help="all kinds of a turn at the same time")
     parser.add_argument("--output", type=Path)
     parser.add_argument("--child", help=argparse.SUPPRESS)
     args, overrides = parser.parse_known_args()
@@ -66,13 +68,11 @@ def main() -> None:
         print(json.dumps(one(args.child, overrides)))
         return
     turns: dict[str, list[dict[str, float]]] = {weights: [] for weights in args.weights}
-    for _ in range(args.turns):
-        for weights, own in turns.items():
-            with tempfile.TemporaryDirectory() as cache:
-                _run(["-c", _READ, weights, *overrides], cache)
-                out = _run(["-m", "benchmarks.quantised", "--child", weights, *overrides], cache)
-            own.append(json.loads(out.splitlines()[-1]))
-            print(f"{weights:10} {own[-1]}", flush=True)
+    with ThreadPoolExecutor(len(turns) if args.together else 1) as pool:
+        for _ in range(args.turns):
+            for weights, found in zip(turns, pool.map(lambda kind: measured(kind, overrides), turns), strict=True):
+                turns[weights].append(found)
+                print(f"{weights:10} {found}", flush=True)
     results = {
         weights: {name: statistics.median(turn[name] for turn in own) for name in own[0]}
         for weights, own in turns.items()
@@ -82,8 +82,16 @@ def main() -> None:
         ratios = {name: round(x / first[name], 3) for name, x in results[weights].items() if first.get(name)}
         print(f"{weights} / {args.weights[0]}: {ratios}")
     if args.output:
-        content = {"overrides": overrides, "turns": args.turns, **results}
+        content = {"overrides": overrides, "turns": args.turns, "together": args.together, **results}
         args.output.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+
+
+def measured(weights: str, overrides: list[str]) -> dict[str, float]:
+    """A whole run in a process of its own."""
+    with tempfile.TemporaryDirectory() as cache:
+        _run(["-c", _READ, weights, *overrides], cache)
+        out = _run(["-m", "benchmarks.quantised", "--child", weights, *overrides], cache)
+    return json.loads(out.splitlines()[-1])
 
 
 _READ = """
@@ -98,7 +106,7 @@ def _run(arguments: list[str], cache: str) -> str:
     environment = os.environ | {"FEDWEAVE_CACHE": cache}
     done = subprocess.run([sys.executable, *arguments], capture_output=True, text=True, env=environment)
     if done.returncode:
-        sys.exit(done.stderr)
+        raise SystemExit(done.stderr)
     return done.stdout
 
 

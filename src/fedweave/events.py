@@ -80,6 +80,7 @@ class ChangeEvent(TypedDict):
     limit: float | None  # distance beyond which a bucket belongs to no expert
     experts: int  # from here on
     fed: list[int]  # examples of every expert
+    feeders: NotRequired[list[list[str]]]  # the clients that have them
     bytes_up: dict[str, int]  # by client
     bytes_down: dict[str, int]
 

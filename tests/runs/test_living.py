@@ -95,6 +95,9 @@ def test_everything_copes_with_experts_that_opened(tiny_run, tmp_path, says):
     says("report", run, "--output", page)
     opened = f"expert {changes[0]['opened'][0]} opened for"
     assert "The life of the experts" in page.read_text() and opened in page.read_text()
+    new = changes[0]["opened"][0]
+    assert set(changes[0]["feeders"][new]) == {p["client"] for p in changes[0]["placed"] if p["expert"] == new}
+    assert "fed by, at last" in page.read_text()
     says("budget", run)
     assert opened in says("watch", run, "--once")
 
@@ -104,7 +107,7 @@ def test_the_timeline_knows_every_expert_whatever_its_number(tiny_run):
     run = read_run(tiny_run(*OPENING))
     first = run.changes[0]
     m, fed = first["experts"], first["fed"]
-    later = {**first, "came": {}, "opened": [], "placed": [], "round": 4, "experts": m - 1}
+    later = {**first, "came": {}, "opened": [], "placed": [], "round": 4, "experts": m - 1, "feeders": []}
     closing = {**later, "retired": [0], "fed": fed[1:]}
     joining = {**later, "merged": [0, m - 2], "retired": [], "experts": m - 2, "fed": [*fed[2:-1], 7], "round": 5}
     run.changes = [first, closing, joining]

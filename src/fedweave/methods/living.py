@@ -47,7 +47,8 @@ class Living:
             )
         state = self.place(engine, state, change)
         state = self.merge(engine, state, change) if settings.merge else state
-        return self.retire(engine, state, change) if settings.retire else state
+        state = self.retire(engine, state, change) if settings.retire else state
+        return self.tell_unfed(engine, state, change)
 
     # ---------------------------------------------------------------------------------- opening
 
@@ -158,6 +159,18 @@ class Living:
         for m in gone:
             engine.console.say(f"before round {change.t + 1}: nobody feeds expert {m} any more; it is retired")
         return self.close(engine, state, gone)
+
+    def tell_unfed(self, engine: Engine, state: ServerState, change: Change) -> ServerState:
+        """The operator hears once of an expert whose last rows are gone, or whose only sites are away."""
+        unfed = [m for m, n in enumerate(examples_of(engine.present(), state.layout.experts)) if not n]
+        known = state.report.get("unfed", [])
+        if unfed == known:
+            return state
+        for m in set(unfed) - set(known) if not (change.merged or change.retired) else ():
+            engine.console.say(
+                f"before round {change.t + 1}: nobody who is here feeds expert {m}; it stays as it is"
+            )
+        return replace(state, report={**state.report, "unfed": unfed})
 
     def close(self, engine: Engine, state: ServerState, gone: Sequence[int]) -> ServerState:
         """The state without these experts; the others move up."""

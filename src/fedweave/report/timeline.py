@@ -15,8 +15,18 @@ class Life:
     number: int  # that it had when it opened; numbers move up when others close
     opened: int  # the first round with it
     stretches: list[tuple[int, int]] = field(default_factory=list)  # (from this round on, examples that feed it)
+    feeders: dict[int, list[str]] = field(default_factory=dict)  # from this round on, by whom
     closed: int | None = None  # the first round without it
     end: str = ""
+
+    @property
+    def rounds(self) -> str:
+        return f"{self.opened} to {self.closed - 1}, {self.end}" if self.closed else f"{self.opened} on"
+
+    @property
+    def fed_by(self) -> list[str]:
+        """Whoever had rows for it when something last changed."""
+        return self.feeders[max(self.feeders)] if self.feeders else []
 
     @property
     def name(self) -> str:
@@ -26,7 +36,7 @@ class Life:
 def lives(run: RunRecord) -> list[Life]:
     """All experts that there ever were."""
     feeding = [sum(column) for column in zip(*run.feeding.values(), strict=True)] or [0] * run.aligned
-    now = [Life(m, 1, [(1, fed)]) for m, fed in enumerate(feeding)]
+    now = [Life(m, 1, [(1, fed)], {1: _feeders(run, m)}) for m, fed in enumerate(feeding)]
     everyone = list(now)
     for event in run.changes:
         start = event["round"]
@@ -40,9 +50,15 @@ def lives(run: RunRecord) -> list[Life]:
             everyone.append(one)
         now = _without(now, gone, start)
         now = _without(now, [(m, "retired") for m in event["retired"]], start)
-        for life, fed in zip(now, event["fed"], strict=True):
+        for life, fed, names in zip(now, event["fed"], event.get("feeders") or [[] for _ in now], strict=True):
             life.stretches.append((start, fed))
+            life.feeders[start] = names
     return everyone
+
+
+def _feeders(run: RunRecord, m: int) -> list[str]:
+    """The clients with examples of an expert at alignment."""
+    return [name for name, fed in run.feeding.items() if m < len(fed) and fed[m]]
 
 
 def _without(now: list[Life], gone: list[tuple[int, str]], start: int) -> list[Life]:
@@ -90,7 +106,9 @@ def timeline(run: RunRecord) -> Picture | None:
             (bar,) = ax.barh(
                 row, end - start, 0.7, start - 0.5, color=colour(row), edgecolor=SURFACE, alpha=1.0 if fed else 0.25
             )
-            bar.set_gid(tip(f"{life.name}, round {start} on: {fed} examples", expert=row))
+            names = dict.fromkeys(life.feeders.get(start, []), 0)
+            whose = f" of {_names(names)}" if fed and names else ""
+            bar.set_gid(tip(f"{life.name}, round {start} on: {fed} examples{whose}", expert=row))
         if life.end:
             ax.text(starts[-1] - 0.4, row, life.end, va="center", fontsize=9)
     named_rows(ax, [life.name for life in found], "")
@@ -106,4 +124,6 @@ def life(lead: RunRecord) -> Section:
     rows = [[str(event["round"]), line] for event in lead.changes for line in happened(event)]
     if rows:
         section.tables.append(Table(["before round", "what happened"], rows))
+        fed = [[one.name, one.rounds, _names(dict.fromkeys(one.fed_by, 0)) or "nobody"] for one in lives(lead)]
+        section.tables.append(Table(["expert", "rounds", "fed by, at last"], fed))
     return section

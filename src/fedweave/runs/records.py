@@ -44,7 +44,8 @@ def round_record(report: RoundReport) -> RoundEvent:
 
 
 def change_record(change: Change, state: ServerState, members: Sequence[Member]) -> ChangeEvent:
-    """What changed before a round, and how many examples every expert has from then on."""
+    """What changed before a round, and how many examples every expert has from then on, and whose."""
+    feeding = {member.name: examples_of([member], state.layout.experts) for member in members}
     return {
         "event": "change",
         "round": change.t + 1,
@@ -58,6 +59,7 @@ def change_record(change: Change, state: ServerState, members: Sequence[Member])
         "limit": change.limit,
         "experts": state.layout.experts,
         "fed": examples_of(members, state.layout.experts),
+        "feeders": [[name for name, own in feeding.items() if own[m]] for m in range(state.layout.experts)],
         "bytes_up": change.up,
         "bytes_down": change.down,
     }

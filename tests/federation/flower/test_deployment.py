@@ -7,6 +7,7 @@ from contextlib import contextmanager
 import pytest
 import torch
 
+import fedweave
 from fedweave.cli import main
 from fedweave.federation.engines.in_process import InProcessEngine
 from fedweave.runs.folder import RunFolder
@@ -242,7 +243,9 @@ def test_a_late_site_joins_a_running_federation_and_a_second_one_of_its_name_doe
 def test_a_site_brings_a_new_kind_in_mid_run_and_the_finished_model_has_an_expert_for_it(tmp_path, model_folder):
     """The site's file grows while the federation runs; the site is even killed and started again."""
     living = ["living.notice=open", "living.least=6", "alignment.max_experts=8", "discovery.warmup_steps=6",
-              "discovery.warmup_lr=1e-2", "federation.sites=3", "federation.deadline=60"]  # fmt: skip
+              "discovery.warmup_lr=1e-2", "federation.sites=3", "federation.deadline=60",
+              "router.warm_start.enabled=true", "router.warm_start.rounds=3", "router.warm_start.steps=30",
+              "router.warm_start.lr=1e-2"]  # fmt: skip
     kinds = {"Add {} and {}.": "blue blue blue", "Name letter {} of {}.": "north wind", "Turn {} by {}.": "seventy"}
     rows = [
         [{"prompt": ask.format(i, 2 * i), "response": answer} for i in range(60)] for ask, answer in kinds.items()
@@ -262,7 +265,11 @@ def test_a_site_brings_a_new_kind_in_mid_run_and_the_finished_model_has_an_exper
         assert set(change["came"]) == {"north"} and "new rows at north" in made.log("federate")
         assert "north" in answering(run) and "its data has changed" not in made.log("federate")
         assert read_json(run / "summary.json")["experts"] == change["experts"]
-        assert "The life of the experts" in card_and_page(run)[1], "and the bundle answers"
+        assert "The life of the experts" in card_and_page(run)[1]
+        model, asked = fedweave.load(run), [[row["prompt"] for row in own[1::3]] for own in rows]
+        new, chosen = torch.tensor(change["opened"]), [model.route(prompts).argmax(1) for prompts in asked]
+        shares = [float(torch.isin(experts, new).float().mean()) for experts in chosen]
+        assert shares[2] > 0.5 > 0.1 > max(shares[:2]), "the finished model answers the new kind by its expert"
 
 
 @pytest.mark.slow

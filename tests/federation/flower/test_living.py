@@ -214,6 +214,33 @@ def test_a_late_site_with_a_kind_of_its_own_opens_an_expert(living, tmp_path, mo
     assert f"site {late} joins" in federation.said
 
 
+def test_a_site_that_leaves_with_the_only_rows_of_an_expert_is_told_of(living, tmp_path, models):
+    """Its expert stays as it is to the bit, and is retired where that is asked for."""
+    leaving = changed(with_rounds(living, rounds=5), living={"retire": 1})
+    sites, sums = own_sites(leaving, tmp_path, models)
+    federation = Federation(leaving, models, sites)
+    alone = max(sums, key=lambda name: len(sums[name]))
+    node = next(number for number, site in enumerate(sites, 100) if site.source.name == alone)
+
+    def fate(step, node_, t):
+        if (step, t, node_) == ("train", 0, node):
+            grow(tmp_path, sums, alone)
+        if (step, t) == ("train", 2):
+            federation.grid.nodes.pop(node, None)
+        return "answers"
+
+    federation.grid.fate = fate
+    before, final, reports = federation.run()
+    (opened,) = reports[1].change.opened
+    assert [report.change.retired for report in reports] == [[], [], [], [], [opened]]
+    assert final.layout.experts == before.layout.experts
+    for told in (
+        f"nobody who is here feeds expert {opened}",
+        f"nobody feeds expert {opened} any more; it is retired",
+    ):
+        assert federation.said.count(told) == 1
+
+
 def test_a_file_that_is_being_written_is_read_later(living, tmp_path, models):
     sites, sums = own_sites(living, tmp_path, models)
     federation = Federation(living, models, sites)
