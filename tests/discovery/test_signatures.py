@@ -80,3 +80,10 @@ def test_a_federation_can_use_sketches(config, backbone):
     bound = 5 * (1 - (1 - exact) ** 2) / math.sqrt(32 * blocks) + 0.2 / 32
     assert (np.abs(near - exact) <= bound + 1e-3).all() and (near != exact).any()
     assert torch.isfinite(final.theta).all()
+
+
+@pytest.mark.parametrize("k", [0, 8])
+def test_several_adapters_are_signed_at_once(k):
+    adapters, signer = torch.randn(5, LAYOUT.size), Signatures(LAYOUT, k, 1)
+    one_by_one = torch.stack([signer.of(adapter) for adapter in adapters])
+    torch.testing.assert_close(signer.of(adapters), one_by_one, atol=1e-3, rtol=1e-3)

@@ -36,17 +36,17 @@ class Signatures:
     def dtype(self) -> torch.dtype:
         return torch.float16 if self.sketch else torch.float32
 
-    def of(self, adapter: torch.Tensor) -> torch.Tensor:
-        """adapter [P of one expert] to its signature [D], on the CPU."""
-        blocks = self.layout.b_blocks(adapter.float().cpu())
+    def of(self, adapters: torch.Tensor) -> torch.Tensor:
+        """adapters [..., P of one expert] to their signatures [..., D], on the CPU."""
+        blocks = self.layout.b_blocks(adapters.float())
         if not self.sketch:
-            return torch.cat(blocks)
+            return torch.cat(blocks, -1).cpu()
         # Unit length, so that half precision holds them whatever the learning rate was; a zero block stays zero.
         sent = [
-            F.normalize(block @ signs.float() if signs is not None else block, dim=0)
+            F.normalize(block @ signs.to(block) if signs is not None else block, dim=-1)
             for block, signs in zip(blocks, self._signs, strict=True)
         ]
-        return torch.cat(sent).half()
+        return torch.cat(sent, -1).half().cpu()
 
     @cached_property
     def _signs(self) -> list[torch.Tensor | None]:

@@ -108,7 +108,7 @@ class Compute:
             yield result
 
     def gradients(self, layout: AdapterLayout, lane: Lane) -> Iterator[torch.Tensor]:
-        """[P] of every example of the lane's first batch by itself."""
+        """Of every example of the lane's first batch by itself, [n, P] of some at a time."""
         trainer = self._trainer_for(layout, None, self.config.training)
         assert isinstance(trainer, PrivateTrainer)
         return trainer.gradients(lane)

@@ -101,8 +101,9 @@ class Discover(Step[Prototypes]):
             key = ("warmup", self.config.seed, client.index, 0)
             everything = np.sort(np.concatenate(client.buckets))
             total = torch.zeros(sum(signer.widths))
-            for gradient in compute.gradients(signer.layout, Lane(client.data, [everything], start, None, key)):
-                total += signer.of(gradient).float() * (clip / len(signer.widths) ** 0.5)  # blocks are unit vectors
+            for some in compute.gradients(signer.layout, Lane(client.data, [everything], start, None, key)):
+                signed = signer.of(some).float().sum(0)  # blocks are unit vectors
+                total += signed * (clip / len(signer.widths) ** 0.5)
             shield = shield_of(self.config, client, self.name, len(everything), key)
             total += normal(total, shield.noise * clip, "signature", shield.key)
             yield (total / len(everything)).to(signer.dtype)

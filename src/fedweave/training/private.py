@@ -18,6 +18,8 @@ from fedweave.streams import stream_key
 from fedweave.training.batch import Lane, Shield, build_batch
 from fedweave.training.lockstep import LaneGroup, LaneResult, LockstepTrainer, clip_lanes
 
+_TOGETHER = {"cpu": 16, "cuda": 256}  # examples of one client whose gradients are taken at once
+
 
 class PrivateTrainer(LockstepTrainer):
     """Lanes with a :class:`~fedweave.training.batch.Shield`, in lockstep; nothing of it is recorded."""
@@ -98,11 +100,14 @@ class PrivateTrainer(LockstepTrainer):
         losses = group.backward(build_batch(single, 0, self.dropout, rows[0].device))
         return [part.collect() for part in group.parts], losses
 
-    def gradients(self, lane: Lane, together: int = 16) -> Iterator[torch.Tensor]:
-        """Every example's own gradient [P] where the lane starts, in the order of its first batch."""
-        start, drawn = [lane.theta[None].to(self.backbone.device)], [(0, int(i)) for i in lane.schedule[0]]
+    def gradients(self, lane: Lane) -> Iterator[torch.Tensor]:
+        """Every example's own gradient where the lane starts, in the order of its first batch; [n, P] of some at a
+        time."""
+        device = self.backbone.device
+        start, drawn = [lane.theta[None].to(device)], [(0, int(i)) for i in lane.schedule[0]]
+        together = _TOGETHER[device.type]
         for first in range(0, len(drawn), together):
-            yield from self._gradients([lane], drawn[first : first + together], 0, start)[0][0]
+            yield self._gradients([lane], drawn[first : first + together], 0, start)[0][0]
 
 
 def noised(sums: torch.Tensor, shields: Sequence[Shield], step: int, name: str) -> torch.Tensor:
