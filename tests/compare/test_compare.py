@@ -6,7 +6,8 @@ import pytest
 
 from fedweave.cli import main
 from fedweave.compare import _write, compare
-from fedweave.compare.grid import Cell, Comparison, Outcome, Runner, cells, comparison_names, load_comparison
+from fedweave.compare.grid import Cell, Comparison, cells, comparison_names, load_comparison
+from fedweave.compare.runner import Outcome, Runner
 from fedweave.compare.tables import Results, choose_best, holm, latex, markdown
 from fedweave.config import Config, load_config
 from fedweave.console import Console
