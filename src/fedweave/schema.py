@@ -3,6 +3,7 @@
 config.yaml is :class:`fedweave.config.Config`; what is in ``checkpoints/`` is said in ``runs/snapshot.py``.
 """
 
+from collections.abc import Mapping
 from typing import Literal, TypedDict
 
 from typing_extensions import NotRequired
@@ -197,15 +198,14 @@ class AnatomyRecord(TypedDict):
     layers: dict[str, list[int]]  # name -> inputs, outputs
 
 
-class LifeCourse(TypedDict):
-    """course.json of a comparison: the validation losses of a run that changed, by round."""
+class Life(TypedDict):
+    """What a run saw that changed in mid-run: kinds that came, experts that opened, validation losses by round."""
 
-    title: str
-    seed: int
     came: dict[str, int]  # new kind -> the round before which it came
     opened: list[int]  # the rounds before which experts opened
-    new: dict[str, dict[int, float]]  # new kind -> round -> loss
-    old: dict[int, float]  # round -> mean loss of the kinds that were there and stayed
+    born: list[int]  # the same of every expert that is there in the end; 0: at alignment
+    new: dict[str, dict[str, float]]  # new kind -> round -> loss
+    old: dict[str, float]  # round -> mean loss of the kinds that were there and stayed
 
 
 class PrivacyFigures(TypedDict):
@@ -273,6 +273,7 @@ class Summary(TypedDict):
     config: ConfigTree
     environment: Environment
     timing: NotRequired[Timing]  # added when all else is there
+    life: NotRequired[Life]  # added by a comparison, where data.changes
 
 
 class Prediction(TypedDict):
@@ -296,8 +297,8 @@ class ComparedCell(TypedDict):
     """One of results.json, which a comparison writes."""
 
     values: dict[str, object]  # axis -> value
-    folder: str  # of the run, from the comparison's
-    summary: Summary
+    folder: str | None  # of the run, from the comparison's; None: all that is left is a record
+    summary: Mapping[str, object]  # a Summary, or what the record has of it
 
 
 class RouterShape(TypedDict):

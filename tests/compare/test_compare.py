@@ -3,14 +3,17 @@
 import csv
 
 import pytest
+from safetensors.torch import load_file
 
 from fedweave.cli import main
 from fedweave.compare import _write, compare
-from fedweave.compare.grid import Cell, Comparison, Outcome, Runner, cells, comparison_names, load_comparison
+from fedweave.compare.grid import Cell, Comparison, cells, comparison_names, load_comparison
+from fedweave.compare.runner import Outcome, Runner
 from fedweave.compare.tables import Results, choose_best, holm, latex, markdown
 from fedweave.config import Config, load_config
 from fedweave.console import Console
 from fedweave.errors import UserError
+from fedweave.federation.compute import Compute
 from fedweave.json_files import write_json
 from fedweave.report.groups import find_runs
 from fedweave.runs.lock import locked
@@ -274,6 +277,43 @@ def test_several_comparisons_share_cells_and_stop_in_time(tmp_path, quick, capsy
     assert (tmp_path / "out" / "rates" / "table.md").is_file()
     methods = [run.method for run in find_runs([tmp_path / "out" / "methods"])]
     assert sorted(methods) == ["fedit", "ffa-lora"]
+
+
+def test_cells_that_begin_alike_discover_once_and_give_the_same_to_the_last_bit(tmp_path, quick, monkeypatch):
+    """Clustering and warmups of a process's earlier cells stand for those of the next, unless rows differ."""
+    asked = ["attack.kind=none,flip,labels,inflate", "attack.clients=0.4", "federation.rule=clip", "seed=1"]
+    settings = [*quick, *asked, "training.rounds=2", "evaluation.scores=false", "federation.norm_factor=0"]
+    trained: list[str] = []
+    train = Compute.train
+
+    def counted(self, layout, router, lanes, label, *given, **more):
+        trained.append(label)
+        return train(self, layout, router, lanes, label, *given, **more)
+
+    monkeypatch.setattr(Compute, "train", counted)
+    made = {}
+    for place, together in (("together", True), ("alone", False)):
+        grid, trained[:] = cells(load_comparison("quickstart", settings, None), tmp_path / place), []
+        for group in [grid] if together else [[cell] for cell in grid]:
+            outcome = Runner({"one": group}, Console(quiet=True)).run()["one"]
+            assert not outcome.failures
+        made[place] = [_everything(cell.folder) for cell in grid]
+        assert trained.count("warmup") == (2 if together else 4)
+    for ours, theirs in zip(made["together"], made["alone"], strict=True):
+        assert ours == theirs
+
+
+def _everything(folder) -> dict[str, object]:
+    """What a run has written, but for times and places."""
+    newest = max((folder / "checkpoints").iterdir())
+    tensors = {p.name: load_file(p) for p in newest.glob("*.safetensors")}
+    found: dict[str, object] = {
+        f"{file} {name}": (x.dtype, x.numpy().tobytes()) for file, xs in tensors.items() for name, x in xs.items()
+    }
+    assert found
+    summary = read_json(folder / "summary.json")
+    found |= {key: summary[key] for key in ("test", "validation", "communication", "audit", "buckets", "experts")}
+    return found | {"discovery": read_json(folder / "discovery.json")}
 
 
 def test_every_comparison_gets_its_first_seed_before_any_its_second(tmp_path, monkeypatch):

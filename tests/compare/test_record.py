@@ -1,10 +1,17 @@
 """Every cell of a comparison in one file, for documents."""
 
+import json
+import shutil
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 
 from fedweave.cli import main
+from fedweave.compare import runner
+from fedweave.compare.grid import cells, load_comparison
+from fedweave.compare.record import Record
+from fedweave.console import Console
 from tests.helpers import ROOT, read_json
 
 
@@ -34,3 +41,142 @@ def test_a_record_that_is_something_else_is_not_overwritten(tmp_path, quick, com
     grid = ["compare", "quickstart", "method=fedit", *quick, "--record", other, "--output", tmp_path / "x"]
     assert "name another file in --record" in complains(*grid, "--quiet")
     assert other.read_text() == content and not (tmp_path / "x").exists(), "it is said before anything runs"
+
+
+def tables(folder: Path) -> dict[str, str]:
+    return {p.name: p.read_text() for p in folder.iterdir() if p.is_file() and p.name != "results.json"}
+
+
+@pytest.mark.parametrize(
+    "axes",
+    [
+        ["method=fedit,fedweave", "seed=1,2"],
+        ["living.notice=open,off", "training.rounds=2", "data.changes=['2: all gain sum']", "data.train=12"],
+        ["attack.kind=none,flip", "attack.clients=0.4"],
+    ],
+    ids=["plain", "drift", "attack"],
+)
+def test_tables_come_from_a_record_alone(tmp_path, quick, capsys, complains, axes):
+    """On a fresh machine: no run folders, and no model."""
+    record, grid = tmp_path / "kept" / "record.json", tmp_path / "grid"
+    command = ["compare", "quickstart", *quick, *axes, "--output", str(grid), "--record", str(record)]
+    assert main(command) == 0 and "(in the record)" not in capsys.readouterr().err
+    made, kept = tables(grid), record.read_text()
+    assert ("course.json" in made) == ("living.notice=open,off" in axes)
+    shutil.rmtree(grid)
+    model = next(item for item in quick if item.startswith("backbone.model="))
+    elsewhere = f"backbone.model=/gone/{Path(model.partition('=')[2]).name.upper()}"
+    assert main([*command, elsewhere, "--minutes", "0"]) == 0
+    said = capsys.readouterr()
+    assert said.err.count("(in the record)") == len(read_json(record)["cells"])
+    assert tables(grid) == made and said.out.strip() == made["table.md"].strip() and record.read_text() == kept
+    assert "a report needs their run folders" in complains("report", grid)
+
+
+def one_cell(quick, *overrides, folder=Path("x")):
+    (cell,) = cells(load_comparison("quickstart", [*quick, *overrides], None), folder)
+    return cell
+
+
+@pytest.fixture
+def written(tmp_path, quick):
+    """(record of one cell, the cell, its summary)"""
+    cell, path = one_cell(quick, "method=fedit", folder=tmp_path / "study"), tmp_path / "record.json"
+    runner.Runner({"study": [cell]}, Console(quiet=True), record=Record(path)).run()
+    return path, cell, cell.finished
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        "seed=9",
+        "training.lr=0.0123",
+        "init=there",
+        "backbone.model=a/other",
+        "data.name=x",
+        "evaluation.last=false",
+    ],
+)
+def test_another_cell_is_not_taken_for_it(written, quick, other):
+    record = Record(written[0])
+    assert record.find(one_cell(quick, "method=fedit")) is not None
+    assert record.find(one_cell(quick, "method=fedit", other)) is None
+
+
+def test_places_count_where_a_grid_varies_them(written, quick, tmp_path):
+    _, cell, summary = written
+    asked = [*quick, "method=fedit", "data.source=paper", "data.path=a/one,a/two"]
+    grid = cells(load_comparison("quickstart", asked, None), tmp_path)
+    record = Record(tmp_path / "places.json")
+    record.add(grid[0], summary)
+    found = [Record(record.path).find(one) is not None for one in (*grid, cell)]
+    assert found == [True, False, False]
+
+
+def test_a_default_that_changes_later_changes_no_cell(written):
+    path, cell, _ = written
+    content = json.loads(path.read_text())
+    defaults = content["defaults"]
+    for changed, found in (
+        ({**defaults, "living.alarms": 77}, False),  # it ran with what was the default then
+        ({key: value for key, value in defaults.items() if key != "living.alarms"}, True),  # a key that is newer
+        ({**defaults, "gone": 1}, True),
+        (None, True),  # files of earlier versions
+    ):
+        path.write_text(json.dumps({**content, "defaults": changed} if changed else {"cells": content["cells"]}))
+        assert (Record(path).find(cell) is not None) == found
+
+
+def test_another_cell_of_the_same_name_stands_beside_it(written, quick, tmp_path):
+    path, cell, summary = written
+    other = one_cell(quick, "method=fedit", "seed=9", folder=tmp_path / "study")
+    for _ in range(2):
+        Record(path).add(other, summary)
+    assert list(read_json(path)["cells"]) == ["study/run", "study/run (2)"]
+    assert Record(path).find(cell) is not None and Record(path).find(other) is not None
+
+
+def test_processes_that_share_a_grid_lose_no_cell_of_the_record(written, quick, tmp_path):
+    path, _, summary = written
+    grid = cells(load_comparison("quickstart", [*quick, f"seed={','.join(map(str, range(24)))}"], None), tmp_path)
+
+    def add(own) -> None:
+        record = Record(path)
+        for cell in own:
+            record.add(cell, summary)
+
+    with ThreadPoolExecutor(4) as pool:  # whoever opens the lock has it, thread or process
+        list(pool.map(add, [grid[i::4] for i in range(4)]))
+    assert len(read_json(path)["cells"]) == 25 and not list(path.parent.glob(".*"))
+
+
+def test_a_grid_that_is_cut_off_has_recorded_what_was_finished(tmp_path, quick, monkeypatch):
+    started, start = [], runner.start
+
+    def cut(config, *given):
+        started.append(config.method)
+        if len(started) == 2:
+            raise KeyboardInterrupt
+        return start(config, *given)
+
+    monkeypatch.setattr(runner, "start", cut)
+    grid = ["compare", "quickstart", *quick, "method=fedit,ffa-lora", "--output", str(tmp_path / "a")]
+    assert main([*grid, "--record", str(tmp_path / "r.json"), "--quiet"]) != 0
+    assert list(read_json(tmp_path / "r.json")["cells"]) == ["a/method-fedit"]
+
+
+def test_weights_that_are_not_those_of_the_record_are_told(written, quick, tmp_path, capsys):
+    path, _, summary = written
+    other = one_cell(quick, "method=ffa-lora", folder=tmp_path / "study")
+    Record(path).add(other, {**summary, "backbone": {"model": "m", "fingerprint": "another"}})
+    grid = ["compare", "quickstart", *quick, "method=fedit,ffa-lora", "--output", str(tmp_path / "new")]
+    assert main([*grid, "--record", str(path)]) == 0
+    assert "different weights under the name" in capsys.readouterr().err
+
+
+def test_the_suites_first_cells_count_as_finished(tmp_path):
+    record = Record(ROOT / "docs/results/suite.json")
+    for model in ("HuggingFaceTB/SmolLM2-135M-Instruct", "somewhere/smollm2-135m-instruct"):
+        suite = cells(load_comparison("suite", ["data.path=x", f"backbone.model={model}"], None), tmp_path)
+        found = [cell for cell in suite if record.find(cell)]
+        assert len(found) >= 19 and sum(cell.config.seed == 45 for cell in found) >= 11

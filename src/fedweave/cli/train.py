@@ -29,7 +29,7 @@ def register(verbs: Verbs) -> None:
         "--record",
         type=Path,
         metavar="FILE",
-        help="a JSON file that gets every finished cell in short, beside others",
+        help="a JSON file that gets every finished cell in short; what stands in it is not run again",
     )
     compare.add_argument("--best-of", metavar="KEY", help="an axis of which every method gets its best value")
     shared(compare, "--quiet")

@@ -7,10 +7,12 @@ from pathlib import Path
 
 from fedweave.compare.against import attack_table, private_table
 from fedweave.compare.bar import bar_table
-from fedweave.compare.grid import Cell, Comparison, Outcome, Runner, cells, load_comparison
+from fedweave.compare.grid import Cell, Comparison, cells, load_comparison
 from fedweave.compare.life import life_courses, life_table
-from fedweave.compare.record import read_record, write_record
+from fedweave.compare.record import Record, rounded
+from fedweave.compare.runner import Outcome, Runner
 from fedweave.compare.tables import Results, as_csv, choose_best, latex, markdown
+from fedweave.config import BackboneConfig
 from fedweave.console import Console
 from fedweave.errors import UserError
 from fedweave.federation.engines.distributed import world
@@ -28,25 +30,22 @@ def compare(
     record: Path | None = None,
 ) -> str:
     """Run (or finish) comparisons, each into its own folder; returns their tables as Markdown. ``record`` is a file
-    that gets every finished cell in short."""
+    that gets every finished cell in short; what stands in it is finished."""
     processes = world()
     if processes is not None and minutes is not None:
         raise UserError("--minutes is for one process: several would not stop before the same cell.")
-    if record is not None:
-        read_record(record)  # a file that is something else shows before anything runs
+    kept = None if record is None else Record(record)  # a file that is something else shows before anything runs
     comparisons = {name: load_comparison(name, overrides, best_of) for name in names}
     folders = dict(zip(names, outputs, strict=True))
     grids = {name: cells(comparison, folders[name]) for name, comparison in comparisons.items()}
     try:
-        outcomes = Runner(grids, console, minutes).run()
+        outcomes = Runner(grids, console, minutes, kept).run()
     except KeyboardInterrupt:
         raise KeyboardInterrupt("the same command goes on with the cells that are left") from None
     left = sum(len(outcome.left) for outcome in outcomes.values())
     texts = []
     if processes is None or processes.rank == 0:  # the first process writes the tables
         texts = [_write(comparisons[name], outcomes[name], folders[name], console) for name in names]
-        if record is not None:
-            write_record(record, {folders[name].name: outcomes[name].finished for name in names})
     if taken := sum(len(outcome.taken) for outcome in outcomes.values()):
         console.warn(f"other processes have {taken} cells; the tables are whole when the last one has ended.")
     if left:
@@ -66,17 +65,30 @@ def _parts(finished: list[tuple[Cell, Summary]], axis: str | None) -> dict[str, 
     return {v: Results.of([one for one in finished if str(one[0].values[axis]) == v]) for v in values}
 
 
+def _ambiguous(finished: list[tuple[Cell, Summary]]) -> list[str]:
+    """Backbones that are not the same in all cells, although they are called so."""
+    weights: dict[BackboneConfig, set[str]] = {}
+    for cell, summary in finished:
+        if (found := summary.get("backbone")) and found["fingerprint"]:  # older records do not say
+            weights.setdefault(cell.config.backbone, set()).add(found["fingerprint"])
+    return [backbone.model for backbone, found in weights.items() if len(found) > 1]
+
+
 def _write(comparison: Comparison, outcome: Outcome, output: Path, console: Console) -> str:
     """The tables of what has finished; returns the Markdown."""
     for failure in outcome.failures:
         console.warn(failure)
     if outcome.failures:
         console.warn(f"{len(outcome.failures)} cells failed; run the same command again to retry them.")
-    finished, text = outcome.finished, ""
-    if not finished:
+    if not outcome.finished:
         return ""
+    for model in _ambiguous(outcome.finished):
+        console.warn(f"cells have different weights under the name {model}: the record's are of another model.")
+    # as the record has them: its tables are the same
+    finished = ended = [(cell, rounded(summary)) for cell, summary in outcome.finished]
+    text = ""
     everything: list[ComparedCell] = [
-        {"values": cell.values, "folder": os.path.relpath(folder, output), "summary": summary}
+        {"values": cell.values, "folder": os.path.relpath(folder, output) if folder else None, "summary": summary}
         for (cell, summary), folder in zip(finished, outcome.folders, strict=True)
     ]
     if comparison.best_of:
@@ -89,11 +101,10 @@ def _write(comparison: Comparison, outcome: Outcome, output: Path, console: Cons
         )
     parts = _parts(finished, comparison.tables)
     text += "\n".join(f"### {name}\n\n{markdown(part)}" if name else markdown(part) for name, part in parts.items())
-    ended, told = outcome.finished, (outcome.finished, outcome.folders)
-    for more in (life_table(*told), bar_table(*told), attack_table(ended), private_table(ended)):
+    for more in (life_table(ended), bar_table(ended), attack_table(ended), private_table(ended)):
         text += f"\n{more}" if more else ""
     output.mkdir(parents=True, exist_ok=True)  # all of its cells may stand elsewhere
-    if courses := life_courses(outcome.finished, outcome.folders):
+    if courses := life_courses(ended):
         write_atomic(output / "course.json", json.dumps(courses, indent=1))
     write_atomic(output / "table.md", text)
     write_atomic(output / "table.tex", "\n".join(latex(part) for part in parts.values()))

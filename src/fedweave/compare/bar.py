@@ -7,13 +7,11 @@ was run. A line whose arms have not finished says so.
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 import numpy as np
 
 from fedweave.compare.grid import Cell
 from fedweave.compare.life import AFTER, arm_of, figures, total_bytes
-from fedweave.runs.reading import read_run
 from fedweave.schema import Summary
 
 NOTICES = "drift, fedweave, open"  # the arm that the bar is about; the others are what it is held against
@@ -68,12 +66,12 @@ BAR = (
 )  # fmt: skip
 
 
-def bar_table(finished: Sequence[tuple[Cell, Summary]], folders: Sequence[Path]) -> str:
+def bar_table(finished: Sequence[tuple[Cell, Summary]]) -> str:
     """Markdown, a row for every demand and a column for every seed; nothing where no arm notices drift."""
     seeds: dict[int, dict[str, dict[str, float]]] = {}
-    for (cell, summary), folder in zip(finished, folders, strict=True):
-        if cell.config.data.changes:
-            found = {**figures(read_run(folder), summary), "bytes": total_bytes(summary)}
+    for cell, summary in finished:
+        if "life" in summary:
+            found = {**figures(cell, summary), "bytes": total_bytes(summary)}
             seeds.setdefault(cell.config.seed, {})[arm_of(cell)] = found
     seeds = {seed: arms for seed, arms in sorted(seeds.items()) if NOTICES in arms}
     if not seeds:

@@ -1,34 +1,22 @@
-"""A grid of runs: every combination of methods, seeds and any other config keys, resumable cell by cell.
+"""A grid of runs: every combination of methods, seeds and any other config keys.
 
 A comparison is a recipe plus axes. An axis is a config key with several values, from a comparison file or the
 command line (``method=fedit,fedweave seed=42,43,44 data.alpha=0.1,0.3``); ``method=fedit:training.lr=3e-4`` is a
-setting of that method's cells alone; several values of an axis are those that it has there. A finished cell is
-never run again, not even where several comparisons share it, and an interrupted one is resumed, so a crash loses at
-most the round that was under way.
+setting of that method's cells alone; several values of an axis are those that it has there.
 """
 
 import json
-import time
-import traceback
 from collections.abc import Iterator, Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from fedweave.config import RECIPES, Config, from_tree, load_config, recipe_names
-from fedweave.console import Console
 from fedweave.errors import UserError, nearest
-from fedweave.federation.engines.distributed import world
 from fedweave.files import read_text
 from fedweave.json_files import read_json
-from fedweave.runs.lock import Busy, locked
-from fedweave.runs.run import resume, start
-from fedweave.runs.workspace import Kept
 from fedweave.schema import ConfigTree, Summary
 from fedweave.settings import read_yaml, to_tree
-
-Known = tuple[Path, Summary | None]  # a finished run's folder and summary; None: another process has it
 
 COMPARISONS = RECIPES / "compare"
 _KEYS = ["like", "recipe", "axes", "set", "per", "best_of", "tables"]
@@ -180,99 +168,3 @@ def _combinations(
     own = [comparison.ranges.get(f"{k}={v}", {}).get(key) for k, v in values.items()]
     for value in next((found for found in own if found), comparison.axes[key]):
         yield from _combinations(comparison, rest, values | {key: value})
-
-
-@dataclass
-class Outcome:
-    finished: list[tuple[Cell, Summary]] = field(default_factory=list)
-    folders: list[Path] = field(default_factory=list)  # of the finished; may be another grid's
-    failures: list[str] = field(default_factory=list)  # a sentence each
-    left: list[Cell] = field(default_factory=list)  # not begun, because time was up
-    taken: list[Cell] = field(default_factory=list)  # by other processes, which have not finished them
-
-
-class Runner:
-    """Runs the cells of several grids. All share one loaded backbone and one prepared data set, and a cell that
-    stands in several grids runs once. Every grid gets its first seed before any gets its second, so that there is
-    something of each whenever it stops. After ``minutes`` no cell begins, nor one that would not end in time.
-    Several processes may have the same grids: each takes cells that no other has."""
-
-    def __init__(self, grids: dict[str, list[Cell]], console: Console, minutes: float | None = None):
-        self.grids, self.console, self.minutes = grids, console, minutes
-        self._kept = Kept()
-        self._known: dict[str, Known] = {
-            c.identity: (c.folder, found)
-            for grid in grids.values()
-            for c in grid
-            if (found := c.finished) is not None
-        }
-        self._started = time.monotonic()
-        self._spent: list[float] = []  # seconds of every cell
-
-    def run(self) -> dict[str, Outcome]:
-        """What became of every grid, by its name."""
-        grids = self.grids
-        seeds = {name: list(dict.fromkeys(cell.config.seed for cell in grid)) for name, grid in grids.items()}
-        turns = [(name, cell) for name, grid in grids.items() for cell in grid]
-        turns.sort(key=lambda turn: seeds[turn[0]].index(turn[1].config.seed))  # all first seeds, all second …
-        outcomes = {name: Outcome() for name in grids}
-        waiting, before = list(enumerate(turns, start=1)), len(turns) + 1
-        while len(waiting) < before:  # whoever has the others may give one up
-            before, taken = len(waiting), []
-            for number, (name, cell) in waiting:
-                try:
-                    self._turn(f"[{number}/{len(turns)}]", name, cell, outcomes[name])
-                except Busy:
-                    taken.append((number, (name, cell)))
-            waiting = taken
-        for _, (name, cell) in waiting:
-            outcomes[name].taken.append(cell)
-        return outcomes
-
-    def _turn(self, place: str, name: str, cell: Cell, outcome: Outcome) -> None:
-        known = self._known.get(cell.identity)
-        if known is None and (found := cell.finished) is not None:  # by another process, in the meantime
-            known = self._known[cell.identity] = (cell.folder, found)
-        if known is None and self._late():
-            outcome.left.append(cell)
-            return
-        study = f"{name}: " if len(self.grids) > 1 else ""
-        self.console.say(f"{place} {study}{cell.title}{' (finished before)' if known else ''}")
-        self._add(cell, known, outcome)
-
-    def _add(self, cell: Cell, known: Known | None, outcome: Outcome) -> None:
-        try:
-            folder, summary = known or (cell.folder, self._run(cell))
-            if summary is not None:
-                outcome.finished.append((cell, summary))
-                outcome.folders.append(folder)
-        except Busy:
-            self.console.say("another process has it")
-            raise
-        except UserError as error:
-            outcome.failures.append(f"{cell.title}: {error}")
-        except Exception:  # one broken cell must not cost the others
-            note = cell.folder.parent / f"{cell.folder.name}.error"
-            note.write_text(traceback.format_exc(), encoding="utf-8")
-            outcome.failures.append(f"{cell.title}: see {note}")
-
-    def _late(self) -> bool:
-        """Whether a cell as long as the longest so far would end too late. The first one also loads and compiles,
-        so it counts only until there is a second."""
-        spent = time.monotonic() - self._started
-        longest = max(self._spent[1:] or self._spent, default=0.0)
-        return self.minutes is not None and spent + longest > 60 * self.minutes
-
-    def _run(self, cell: Cell) -> Summary | None:
-        began, claim = time.monotonic(), cell.folder.with_name(f"{cell.folder.name}.claim")
-        claim.mkdir(parents=True, exist_ok=True)
-        with locked(claim) if world() is None else nullcontext():  # processes of one run share its cells' clients
-            if (found := cell.finished) is not None:  # between the look and the lock
-                summary: Summary | None = found
-            elif (cell.folder / "config.yaml").is_file():
-                summary = resume(cell.folder, [], self.console, self._kept)
-            else:
-                summary = start(cell.config, cell.folder, self.console, self._kept)
-        self._spent.append(time.monotonic() - began)
-        self._known[cell.identity] = (cell.folder, summary)
-        return summary

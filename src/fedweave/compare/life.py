@@ -4,47 +4,62 @@ Losses are those of validation, round by round; ``course.json`` keeps them for a
 """
 
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 
 import numpy as np
 
 from fedweave.compare.grid import Cell
+from fedweave.config import Config
 from fedweave.data.changes import new_kinds, vanishing_kinds
-from fedweave.runs.reading import RunRecord, read_run
-from fedweave.schema import LifeCourse, Summary
+from fedweave.runs.reading import read_run
+from fedweave.schema import Life, Summary
 
 AFTER = 5  # rounds of training on a new kind, after which its loss is told
 
 
-def life_table(finished: Sequence[tuple[Cell, Summary]], folders: Sequence[Path]) -> str:
+class LifeCourse(Life):
+    """One of course.json."""
+
+    title: str
+    seed: int
+
+
+def with_life(summary: Summary, cell: Cell) -> Summary:
+    """A run's summary with what its log says of its changes, where it had any."""
+    if not cell.config.data.changes:
+        return summary
+    run = read_run(cell.folder)
+    came, stayed = kinds(cell.config, summary)
+    losses = {str(event["round"]): event.get("tasks", {}) for event in run.validations}
+    return {**summary, "life": {
+        "came": came,
+        "opened": [event["round"] for event in run.changes for _ in event["opened"]],
+        "born": run.changes[-1]["born"] if run.changes else [],
+        "new": {kind: {t: tasks[kind] for t, tasks in losses.items()} for kind in came},
+        "old": {t: float(np.mean([tasks[kind] for kind in stayed])) for t, tasks in losses.items()},
+    }}  # fmt: skip
+
+
+def life_table(finished: Sequence[tuple[Cell, Summary]]) -> str:
     """Markdown, a row for every cell over its seeds; nothing where no run changed."""
     rows: dict[str, list[dict[str, float]]] = {}
-    for (cell, summary), folder in zip(finished, folders, strict=True):
-        if cell.config.data.changes:
-            rows.setdefault(arm_of(cell), []).append(figures(read_run(folder), summary))
-    if not rows:
-        return ""
+    for cell, summary in finished:
+        if "life" in summary:
+            rows.setdefault(arm_of(cell), []).append(figures(cell, summary))
     names = list(dict.fromkeys(name for found in rows.values() for one in found for name in one))
-    lines = [f"| what changed | {' | '.join(names)} |", f"|---|{'---:|' * len(names)}"]
+    lines = [f"| what changed | {' | '.join(names)} |", f"|---|{'---:|' * len(names)}"] if rows else []
     lines += [f"| {title} | {' | '.join(_shown(found, name) for name in names)} |" for title, found in rows.items()]
-    return "\n".join(lines) + "\n"
+    if untold := sum(bool(cell.config.data.changes) and "life" not in summary for cell, summary in finished):
+        lines += ["", f"Of {untold} runs the record does not say what changed when: an older version wrote it."]
+    return "\n".join([*lines, ""]) if lines else ""
 
 
-def life_courses(finished: Sequence[tuple[Cell, Summary]], folders: Sequence[Path]) -> list[LifeCourse]:
+def life_courses(finished: Sequence[tuple[Cell, Summary]]) -> list[LifeCourse]:
     """Every run's losses by round, of kinds that came and of those that were there and stayed."""
-    found: list[LifeCourse] = []
-    for (cell, _), folder in zip(finished, folders, strict=True):
-        if cell.config.data.changes:
-            run = read_run(folder)
-            came, stayed = kinds(run)
-            losses = {e["round"]: e.get("tasks", {}) for e in run.validations}
-            found.append({
-                "title": arm_of(cell), "seed": cell.config.seed, "came": came,
-                "opened": [event["round"] for event in run.changes for _ in event["opened"]],
-                "new": {kind: {t: tasks[kind] for t, tasks in losses.items()} for kind in came},
-                "old": {t: float(np.mean([tasks[kind] for kind in stayed])) for t, tasks in losses.items()},
-            })  # fmt: skip
-    return found
+    return [
+        {"title": arm_of(cell), "seed": cell.config.seed, **summary["life"]}
+        for cell, summary in finished
+        if "life" in summary
+    ]
 
 
 def arm_of(cell: Cell) -> str:
@@ -52,41 +67,41 @@ def arm_of(cell: Cell) -> str:
     return ", ".join(str(value) for key, value in cell.values.items() if key != "seed")
 
 
-def kinds(run: RunRecord) -> tuple[dict[str, int], list[str]]:
+def kinds(config: Config, summary: Summary) -> tuple[dict[str, int], list[str]]:
     """(kinds that came and before which round, kinds that were there and stayed)"""
-    texts, rounds = run.config.data.changes, run.config.training.rounds
+    texts, rounds = config.data.changes, config.training.rounds
     ever = 10**9  # some may come or go later than the run ends: the control of one in which they do
     came, others = new_kinds(texts, rounds), {*new_kinds(texts, ever), *vanishing_kinds(texts, ever)}
-    return came, [task for task in run.tasks if task not in others]
+    return came, [task for task in summary["tasks"] if task not in others]
 
 
-def figures(run: RunRecord, summary: Summary) -> dict[str, float]:
-    """What a run's log says of its changes."""
-    came, stayed = kinds(run)
-    losses = {event["round"]: event.get("tasks", {}) for event in run.validations}
-    last = losses[max(losses)]
-    opened = [event["round"] for event in run.changes for _ in event["opened"]]
+def figures(cell: Cell, summary: Summary) -> dict[str, float]:
+    """What became of a run's changes."""
+    life, (came, stayed) = summary["life"], kinds(cell.config, summary)
+    opened, new, old = life["opened"], life["new"], life["old"]
+    last = max(old, key=int)
     late = noticed(came, opened)
     traffic = _traffic(summary)
     between = traffic.get("changes_up", 0) + traffic.get("changes_down", 0)
     found = {"experts opened": float(len(opened)), "of these for nothing": float(len(opened) - len(late))}
-    notices = run.config.living.notice != "off"
+    notices = cell.config.living.notice != "off"
     if came and notices:
         found["new kinds without one"] = float(len(came) - len(late))
     if late:
         found["rounds until noticed, at most"] = float(max(late))
-    soon = [losses[r + AFTER - 1][kind] for kind, r in came.items() if r + AFTER - 1 in losses]
+    then = {kind: str(r + AFTER - 1) for kind, r in came.items()}
+    soon = [new[kind][t] for kind, t in then.items() if t in new[kind]]
     if soon:
         found[f"loss, new kinds after {AFTER} rounds"] = float(np.mean(soon))
     if came:
-        found["loss, new kinds"] = float(np.mean([last[kind] for kind in came]))
+        found["loss, new kinds"] = float(np.mean([new[kind][last] for kind in came]))
         best = summary["test"].get("best")
         if best and opened:  # of the experts that are there in the end
-            born = np.array(run.changes[-1]["born"]) > 0
+            born = np.array(life["born"]) > 0
             top1 = {kind: np.array(shares) for kind, shares in best["top1"].items() if len(shares) == len(born)}
             for name, those in (("new prompts to new experts", came), ("other prompts to new experts", stayed)):
                 found[name] = float(np.mean([top1[kind][born].sum() for kind in those])) if top1 else np.nan
-    found["loss, kinds that stayed"] = float(np.mean([last[kind] for kind in stayed]))
+    found["loss, kinds that stayed"] = old[last]
     found["MB in rounds"] = (traffic["rounds_up"] + traffic["rounds_down"]) / 1e6
     found["bytes between rounds"] = between / max(1, traffic["rounds_up"] + traffic["rounds_down"])
     return found

@@ -3,7 +3,8 @@
 from pathlib import Path
 
 from fedweave.analysis.worth import FILE, REFERENCES, Worth, worth
-from fedweave.compare.grid import Cell, Runner
+from fedweave.compare.grid import Cell
+from fedweave.compare.runner import Runner
 from fedweave.config import from_tree
 from fedweave.console import Console, duration
 from fedweave.errors import UserError

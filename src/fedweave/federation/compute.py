@@ -1,7 +1,9 @@
 """What clients of one process compute with: the frozen backbone, experts on it, and the lockstep trainer."""
 
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import replace
+from itertools import chain
 
 import numpy as np
 import torch
@@ -16,6 +18,7 @@ from fedweave.evaluation.losses import example_losses
 from fedweave.experts.layout import AdapterLayout
 from fedweave.experts.mixture import Mixture
 from fedweave.federation.client import Client
+from fedweave.federation.recent import Found, Recent
 from fedweave.router.mlp import RouterLayout
 from fedweave.streams import stream_key
 from fedweave.training.batch import Lane
@@ -30,8 +33,8 @@ _IN_MEMORY = 1 << 25  # bytes of vectors; more go to disk
 class Compute:
     """All clients of a simulation share one; a site has its own."""
 
-    def __init__(self, backbone: Backbone, config: Config, console: Console):
-        self.backbone, self.config, self.console = backbone, config, console
+    def __init__(self, backbone: Backbone, config: Config, console: Console, recent: Recent | None = None):
+        self.backbone, self.config, self.console, self.recent = backbone, config, console, recent
         backbone.check_fp8(config.training.fp8)
         self.layers = backbone.linear_layers(config.experts.target_modules)
         self.adapters: VectorBuffer | None = None  # warmup adapters of all buckets, until the server asks for them
@@ -59,14 +62,29 @@ class Compute:
             mixture.detach()
         self._mixtures, self._trainer = {}, None
 
+    def recall(self, kind: str, causes: Iterable[object], make: Callable[[], Found]) -> Found:
+        """What ``make`` gives, or gave in an earlier run of this process with the same backbone and ``causes``."""
+        if self.recent is None:
+            return make()
+        backbone = (self.config.backbone, self.backbone.fingerprint, self.device)
+        found, known = self.recent.of(kind, chain(backbone, causes), make)
+        if known:
+            self.console.say(f"{kind}: as in an earlier run")
+        return found
+
     def cluster(self, clients: Sequence[Client]) -> list[Buckets]:
-        progress = self.console.progress("clustering", len(clients), "clients")
         # scikit-learn takes 32-bit seeds
         seeds = [stream_key("clusters", self.config.seed, client.index) % 2**32 for client in clients]
         features = [client.data.features.numpy() for client in clients]
-        found = discover_all(features, self.config.discovery, seeds, progress.advance, self.device)
-        progress.close()
-        return found
+
+        def make() -> list[Buckets]:
+            progress = self.console.progress("clustering", len(clients), "clients")
+            found = discover_all(features, self.config.discovery, seeds, progress.advance, self.device)
+            progress.close()
+            return found
+
+        found = self.recall("clustering", (self.config.discovery, seeds, *features), make)
+        return [replace(one, members=[rows.copy() for rows in one.members]) for one in found]
 
     def losses(
         self, layout: AdapterLayout, theta: torch.Tensor, examples: Sequence[Encoded], gates: torch.Tensor

@@ -50,7 +50,7 @@ class Sign(Step[Signed]):
     def answer(self, compute: Compute, clients: Sequence[Client], question: Message) -> Iterator[Answer]:
         state = received(question, compute.layers, compute.device)
         units = [(client, c) for client in clients for c in apart(client)]
-        signatures = iter(list(self.discover.warm_up(compute, units)))
+        signatures = self.discover.warm_up(compute, units)
         for client in clients:
             own = [client.buckets[c] for c in apart(client)]
             gates = F.one_hot(client.example_experts(), state.layout.experts).float()

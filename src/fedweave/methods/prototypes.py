@@ -57,9 +57,11 @@ class Discover(Step[Prototypes]):
         found = self.method.form_buckets(compute, clients)
         everything = [(client, c) for client in clients for c in range(len(client.buckets))]
         signatures = None
-        if self.signed:
-            by_example = self.config.privacy.level == "example"
-            signatures = self.sum_up(compute, clients) if by_example else self.warm_up(compute, everything)
+        if self.signed and self.config.privacy.level == "example":
+            signatures = self.sum_up(compute, clients)
+        elif self.signed:
+            known = compute.recall("warmup", self._causes(clients), lambda: self.adapters(compute, everything))
+            signatures = self.sign(compute, known, everything)
         for client, buckets in zip(clients, found, strict=True):
             parts = {}
             if signatures is not None:
@@ -69,33 +71,54 @@ class Discover(Step[Prototypes]):
                 "silhouettes": list(buckets.silhouettes.values()),
             })  # fmt: skip
 
+    def _causes(self, clients: Sequence[Client]) -> Iterator[object]:
+        """All that decides these clients' warmup adapters, beside the backbone."""
+        config = self.config
+        yield config.seed, config.experts, config.discovery, config.training
+        for client in clients:
+            yield client.index, [example.answer_start for example in client.data.examples]
+            yield from client.buckets
+            yield from (example.ids for example in client.data.examples)
+
     def warm_up(self, compute: Compute, units: Sequence[tuple[Client, int]]) -> Iterator[torch.Tensor]:
-        """Signatures of these buckets, all in lockstep from the one common start. Adapters stay with their clients
-        until they are asked for."""
-        discovery = self.config.discovery
-        signer = self.signer(AdapterLayout.of(compute.layers, self.config.experts.rank, 1))
-        start = first_adapter(signer.layout, self.config.seed)
+        """Signatures of these buckets, warmed up for them."""
+        return self.sign(compute, self.adapters(compute, units), units)
+
+    def sign(
+        self, compute: Compute, adapters: VectorBuffer, units: Sequence[tuple[Client, int]]
+    ) -> Iterator[torch.Tensor]:
+        """Signatures of these adapters, which stay with their clients until they are asked for."""
+        signer, compute.adapters = self.signer(self._layout(compute)), adapters
+        return (signer.of(adapters.read((client.index, c))) for client, c in units)
+
+    def adapters(self, compute: Compute, units: Sequence[tuple[Client, int]]) -> VectorBuffer:
+        """Warm these buckets up, all in lockstep from the one common start."""
+        discovery, layout = self.config.discovery, self._layout(compute)
+        start = first_adapter(layout, self.config.seed)
         lanes = []
         for client, c in units:
             key = ("warmup", self.config.seed, client.index, c)
             drawn = bucket_batches(client.buckets[c], discovery.warmup_batch, stream_key(*key))
             lane = Lane(client.data, list(islice(drawn, discovery.warmup_steps)), start, None, key)
             lanes.append(shielded(lane, self.config, client, StartExperts.name, discovery.warmup_batch))
-        compute.adapters = VectorBuffer(signer.layout.size)
+        found = VectorBuffer(layout.size)
         # a few steps, once: to record them would take longer than to run them
         training = replace(self.config.training, lr=warmup_rate(self.config), cuda_graphs=False)
-        trained = compute.train(signer.layout, None, lanes, "warmup", training=training)
+        trained = compute.train(layout, None, lanes, "warmup", training=training)
         for (client, c), result in zip(units, trained, strict=True):
             adapter = start + result.delta_theta.cpu()
             if not torch.isfinite(adapter).all():
                 raise UserError(f"the warmup of {client.name!r} gave NaN or infinity; lower discovery.warmup_lr.")
-            compute.adapters.append((client.index, c), adapter)
-            yield signer.of(adapter)
+            found.append((client.index, c), adapter)
+        return found
+
+    def _layout(self, compute: Compute) -> AdapterLayout:
+        return AdapterLayout.of(compute.layers, self.config.experts.rank, 1)
 
     def sum_up(self, compute: Compute, clients: Sequence[Client]) -> Iterator[torch.Tensor]:
         """Signatures that tell little of any example: the sum of what each one's gradient alone would sign, all of
         one length, with noise. Of an adapter that was trained under noise nothing would be left to align."""
-        signer = self.signer(AdapterLayout.of(compute.layers, self.config.experts.rank, 1))
+        signer = self.signer(self._layout(compute))
         start, clip = first_adapter(signer.layout, self.config.seed), self.config.privacy.clip
         for client in clients:
             key = ("warmup", self.config.seed, client.index, 0)
@@ -149,13 +172,11 @@ class StartExperts(Summed[Start]):
         units = [(client, c) for client in clients for c in self.asked_for(client.assignment, question)]
         known = compute.adapters
         if known is None or not all((client.index, c) in known for client, c in units):  # away in between
-            for _ in self.discover.warm_up(compute, units):
-                pass
-        assert compute.adapters is not None
+            known = compute.adapters = self.discover.adapters(compute, units)
         for client in clients:
             rows: dict[int, list[torch.Tensor]] = {}
             for c in self.asked_for(client.assignment, question):
-                rows.setdefault(client.assignment[c], []).append(compute.adapters.read((client.index, c)))
+                rows.setdefault(client.assignment[c], []).append(known.read((client.index, c)))
             parts = {expert_name(m): torch.stack(adapters) for m, adapters in rows.items()}
             yield Answer(parts, {"experts": list(rows), "buckets": [len(adapters) for adapters in rows.values()]})
 

@@ -95,6 +95,8 @@ def find_runs(paths: Sequence[Path]) -> list[RunRecord]:
             folders.append(path)
         elif cells := _cells(path):
             folders += cells
+        elif (path / "results.json").is_file():
+            raise UserError(f"{path}: all that is left of its cells is a record; a report needs their run folders.")
         else:
             raise UserError(f"{path} is neither a run folder (no config.yaml) nor a comparison's (no cells/).")
     return [read_run(folder) for folder in dict.fromkeys(folders)]
@@ -104,7 +106,7 @@ def _cells(path: Path) -> list[Path]:
     """A comparison's cells: its own, and those that another comparison had run before."""
     own = {p.parent for p in (path / "cells").glob("*/config.yaml")}
     compared = read_json(path / "results.json", list[ComparedCell]) or []
-    listed = {(path / cell["folder"]).resolve() for cell in compared}
+    listed = {(path / cell["folder"]).resolve() for cell in compared if cell["folder"] is not None}
     own |= {folder for folder in listed - {p.resolve() for p in own} if (folder / "config.yaml").is_file()}
     return sorted(own)
 

@@ -1,4 +1,4 @@
-"""One process at a time works on a run folder: RUN/lock names it.
+"""One process at a time works on a run folder, or writes a file that several share: RUN/lock names it.
 
 The system itself holds the lock and lets go of it when the process ends, however it ends, so that what a killed one
 leaves behind stops nobody. Where a file system knows no locks, the process that the file names decides.
@@ -7,6 +7,7 @@ leaves behind stops nobody. Where a file system knows no locks, the process that
 import json
 import os
 import socket
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -33,11 +34,11 @@ class Holder(TypedDict):
 
 
 @contextmanager
-def locked(folder: Path) -> Iterator[None]:
-    """Hold the folder's lock, or say who does."""
-    path = folder / NAME
+def locked(folder: Path, name: str = NAME, patience: float = 0.0) -> Iterator[None]:
+    """Hold the folder's lock, or say who does after so many seconds."""
+    path = folder / name
     try:
-        file = _take(path)
+        file = _wait(path, time.monotonic() + patience)
     except OSError as error:
         raise UserError(f"{path} cannot be written: {error.strerror}.") from None
     try:
@@ -65,6 +66,16 @@ def alive(process: Holder) -> bool:
     except PermissionError:
         pass
     return True
+
+
+def _wait(path: Path, until: float) -> TextIO:
+    while True:
+        try:
+            return _take(path)
+        except Busy:
+            if time.monotonic() >= until:
+                raise
+        time.sleep(0.02)
 
 
 def _take(path: Path) -> TextIO:

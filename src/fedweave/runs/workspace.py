@@ -1,6 +1,6 @@
 """Everything a run stands on, loaded and checked before anything long starts or anything is written."""
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import numpy as np
@@ -23,6 +23,7 @@ from fedweave.federation.engines.distributed import ShardedEngine, world
 from fedweave.federation.engines.in_process import InProcessEngine
 from fedweave.federation.hostile import boast
 from fedweave.federation.method import Method
+from fedweave.federation.recent import Recent
 from fedweave.federation.state import ServerState
 from fedweave.router.routed import RoutedExperts
 from fedweave.training.batch import ClientData
@@ -135,6 +136,7 @@ class Prepared:
     data: FederatedData
     backbone: Backbone
     groups: list[tuple[list[Example], list[Encoded]]]  # clients in order, validation, test, and unseen if any
+    recent: Recent  # of this process's runs
 
     def build(self, console: Console) -> Workspace:
         """Compute (or recall) the features and set the clients up."""
@@ -155,11 +157,11 @@ class Prepared:
         for client in clients:
             client.boast = boast(self.config, client.index)
         rows = [examples for examples, _ in self.groups[: len(names)]]
-        processes = world()
+        given, processes = (self.backbone, clients, self.config, console), world()
         engine = (
-            InProcessEngine(self.backbone, clients, self.config, console)
+            InProcessEngine(*given, recent=self.recent)
             if processes is None
-            else ShardedEngine(self.backbone, clients, self.config, console, processes)
+            else ShardedEngine(*given, processes, self.recent)
         )
         second = unseen[0] if unseen else None
         return Workspace(self.config, self.data, self.backbone, engine, validation, test, second, rows)
@@ -187,11 +189,12 @@ def _client(index: int, data: ClientData, rows: list[Example], course: Course | 
 
 @dataclass
 class Kept:
-    """What the runs of a comparison share: the last backbone and the last prepared data. One of each, because a
-    grid over backbones must not hold them all."""
+    """What the runs of a comparison share: the last backbone, the last prepared data, and what discovery found in
+    them. One backbone, because a grid over several must not hold them all."""
 
     backbone: tuple[BackboneConfig, Backbone] | None = None
     prepared: tuple[object, Prepared] | None = None
+    recent: Recent = field(default_factory=Recent)
 
 
 def prepare(config: Config, console: Console, kept: Kept | None = None) -> Prepared:
@@ -240,7 +243,7 @@ def _prepare(config: Config, console: Console, kept: Kept) -> Prepared:
         console.warn(
             f"{truncated} prompts exceed backbone.max_length={config.backbone.max_length} and lose their beginning."
         )
-    return Prepared(config, data, backbone, groups)
+    return Prepared(config, data, backbone, groups, kept.recent)
 
 
 def initial_state(config: Config, backbone: Backbone) -> RoutedExperts | None:

@@ -22,6 +22,7 @@ from fedweave.federation.admission import Sealed
 from fedweave.federation.client import Client, Member
 from fedweave.federation.engines.in_process import InProcessEngine
 from fedweave.federation.message import Message
+from fedweave.federation.recent import Recent
 from fedweave.federation.steps import Asked, Reply
 from fedweave.settings import environment_number
 
@@ -80,9 +81,15 @@ class ShardedEngine(InProcessEngine):
     """An in-process engine that trains every ``size``-th client; the others' answers come as messages."""
 
     def __init__(
-        self, backbone: Backbone, clients: list[Client], config: Config, console: Console, processes: World
+        self,
+        backbone: Backbone,
+        clients: list[Client],
+        config: Config,
+        console: Console,
+        processes: World,
+        recent: Recent | None = None,
     ):
-        super().__init__(backbone, clients, config, console)
+        super().__init__(backbone, clients, config, console, recent=recent)
         self.world = processes
 
     def _owner(self, member: Member) -> int:

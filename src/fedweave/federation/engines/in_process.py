@@ -14,6 +14,7 @@ from fedweave.federation.compute import Compute
 from fedweave.federation.engines.base import Engine
 from fedweave.federation.exit import Exit
 from fedweave.federation.message import Message
+from fedweave.federation.recent import Recent
 from fedweave.federation.steps import Asked, Reply, Step
 
 
@@ -23,11 +24,17 @@ class InProcessEngine(Engine):
     members: list[Client]
 
     def __init__(
-        self, backbone: Backbone, clients: list[Client], config: Config, console: Console, travels: bool = False
+        self,
+        backbone: Backbone,
+        clients: list[Client],
+        config: Config,
+        console: Console,
+        travels: bool = False,
+        recent: Recent | None = None,
     ):
         self.members, self.config, self.console, self.travels = clients, config, console, travels
         self.backbone, self.device, self.identity = backbone, backbone.device, backbone.identity
-        self.compute = Compute(backbone, config, console)
+        self.compute = Compute(backbone, config, console, recent)
         self.layers = self.compute.layers
         self.exit = Exit(config, backbone.identity, travels)
 
