@@ -1,12 +1,13 @@
 """Comparisons: the grid, its tables, and what a crash or a broken cell costs."""
 
 import csv
+from types import SimpleNamespace
 
 import pytest
 from safetensors.torch import load_file
 
 from fedweave.cli import main
-from fedweave.compare import _write, compare
+from fedweave.compare import _write, compare, runner
 from fedweave.compare.grid import Cell, Comparison, cells, comparison_names, load_comparison
 from fedweave.compare.runner import Outcome, Runner
 from fedweave.compare.tables import Results, choose_best, holm, latex, markdown
@@ -14,11 +15,13 @@ from fedweave.config import Config, load_config
 from fedweave.console import Console
 from fedweave.errors import UserError
 from fedweave.federation.compute import Compute
+from fedweave.federation.message import Message
 from fedweave.json_files import write_json
 from fedweave.report.groups import find_runs
+from fedweave.runs import workspace
 from fedweave.runs.lock import locked
 from fedweave.settings import flatten, to_tree
-from tests.helpers import read_json
+from tests.helpers import read_json, write_jsonl
 
 TASKS = {"a": "Task A", "b": "Task B"}
 
@@ -280,17 +283,18 @@ def test_several_comparisons_share_cells_and_stop_in_time(tmp_path, quick, capsy
 
 
 def test_cells_that_begin_alike_discover_once_and_give_the_same_to_the_last_bit(tmp_path, quick, monkeypatch):
-    """Clustering and warmups of a process's earlier cells stand for those of the next, unless rows differ."""
+    """Data, clustering and warmups of a process's earlier cells stand for those of the next, unless rows differ."""
     asked = ["attack.kind=none,flip,labels,inflate", "attack.clients=0.4", "federation.rule=clip", "seed=1"]
     settings = [*quick, *asked, "training.rounds=2", "evaluation.scores=false", "federation.norm_factor=0"]
     trained: list[str] = []
-    train = Compute.train
+    train, load = Compute.train, workspace.load_data
 
     def counted(self, layout, router, lanes, label, *given, **more):
         trained.append(label)
         return train(self, layout, router, lanes, label, *given, **more)
 
     monkeypatch.setattr(Compute, "train", counted)
+    monkeypatch.setattr(workspace, "load_data", lambda config: trained.append("data") or load(config))
     made = {}
     for place, together in (("together", True), ("alone", False)):
         grid, trained[:] = cells(load_comparison("quickstart", settings, None), tmp_path / place), []
@@ -298,9 +302,20 @@ def test_cells_that_begin_alike_discover_once_and_give_the_same_to_the_last_bit(
             outcome = Runner({"one": group}, Console(quiet=True)).run()["one"]
             assert not outcome.failures
         made[place] = [_everything(cell.folder) for cell in grid]
-        assert trained.count("warmup") == (2 if together else 4)
+        assert trained.count("warmup") == trained.count("data") == (2 if together else 4)
     for ours, theirs in zip(made["together"], made["alone"], strict=True):
         assert ours == theirs
+
+
+def test_cells_that_score_otherwise_do_not_share_their_data(tmp_path, small):
+    write_jsonl(tmp_path / "rows.jsonl", [{"prompt": f"Add {i} and 1.", "response": str(i + 1)} for i in range(40)])
+    settings = [*small, "data.source=jsonl", f"data.path={tmp_path / 'rows.jsonl'}"]
+    kept, found = workspace.Kept(), []
+    for metric in ("number", "exact", "number"):
+        config = load_config("quickstart", [*settings, f"evaluation.metrics={metric}"])
+        prepared = workspace.prepare(config, Console(quiet=True), kept)
+        found.append({task.metric for task in prepared.data.tasks.values()})
+    assert found == [{"number"}, {"exact"}, {"number"}]
 
 
 def _everything(folder) -> dict[str, object]:
@@ -326,6 +341,17 @@ def test_every_comparison_gets_its_first_seed_before_any_its_second(tmp_path, mo
     outcomes = Runner(grids, Console(quiet=True)).run()
     assert [c.config.seed for c in order] == [7, 7, 7, 7, 8, 8, 8, 8]
     assert [c for name in grids for c, _ in outcomes[name].finished] == grids["a"] + grids["b"]
+
+
+@pytest.mark.parametrize("late", [True, False])
+def test_processes_of_one_run_stop_before_the_same_cell(tmp_path, monkeypatch, late):
+    """The first one's clock decides, whatever another's says."""
+    other = SimpleNamespace(rank=1, size=2, pass_on=lambda owner, own: Message(facts={"late": late}))
+    monkeypatch.setattr(runner, "world", lambda: other)
+    monkeypatch.setattr(Runner, "_run", lambda self, cell: {})
+    grid = cells(load_comparison("benchmark", ["method=fedit,fedweave"], None), tmp_path)
+    outcome = Runner({"a": grid}, Console(quiet=True), minutes=0.0 if not late else 99.0).run()["a"]
+    assert (len(outcome.left), len(outcome.finished)) == ((2, 0) if late else (0, 2))
 
 
 def test_cells_differ_from_their_recipe_only_by_their_values(tmp_path):

@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from unittest.mock import ANY
 
 import pytest
 import torch
@@ -96,6 +97,18 @@ def test_all_processes_go_back_and_end_together(tmp_path, small, tiny_run):
     one = tiny_run(*settings)
     assert events(two, "setback") == events(one, "setback") and len(events(one, "setback")) == 4
     assert read_json(two / "summary.json")["ended_early"]
+
+
+def test_two_processes_share_the_cells_of_a_grid_and_stop_together(tmp_path, small):
+    """The first one writes tables and record; a cell that begins like another discovers nothing again."""
+    record, axes = tmp_path / "record.json", ["federation.rule=mean,clip", "training.rounds=1"]
+    command = ["compare", "quickstart", *small, *axes, "--output", str(tmp_path / "grid"), "--record", str(record)]
+    assert together(tmp_path, *command, "--minutes", "0") == ([2, 0], ANY)
+    codes, said = together(tmp_path, *command, "--minutes", "60")
+    assert codes == [0, 0] and "warmup: as in an earlier run" in said
+    assert len(read_json(record)["cells"]) == 2
+    both = (tmp_path / "grid" / "table.md").read_text()
+    assert "| mean |" in both and "| clip |" in both
 
 
 def test_a_mistake_ends_all_processes_with_the_sentence(tmp_path):

@@ -32,8 +32,6 @@ def compare(
     """Run (or finish) comparisons, each into its own folder; returns their tables as Markdown. ``record`` is a file
     that gets every finished cell in short; what stands in it is finished."""
     processes = world()
-    if processes is not None and minutes is not None:
-        raise UserError("--minutes is for one process: several would not stop before the same cell.")
     kept = None if record is None else Record(record)  # a file that is something else shows before anything runs
     comparisons = {name: load_comparison(name, overrides, best_of) for name in names}
     folders = dict(zip(names, outputs, strict=True))

@@ -16,6 +16,7 @@ from fedweave.compare.record import Record
 from fedweave.console import Console
 from fedweave.errors import UserError
 from fedweave.federation.engines.distributed import world
+from fedweave.federation.message import Message
 from fedweave.runs.lock import Busy, locked
 from fedweave.runs.run import resume, start
 from fedweave.runs.workspace import Kept
@@ -114,10 +115,14 @@ class Runner:
 
     def _late(self) -> bool:
         """Whether a cell as long as the longest so far would end too late. The first one also loads and compiles,
-        so it counts only until there is a second."""
+        so it counts only until there is a second. Where processes share a run, the first one's clock decides."""
+        if self.minutes is None:
+            return False
         spent = time.monotonic() - self._started
-        longest = max(self._spent[1:] or self._spent, default=0.0)
-        return self.minutes is not None and spent + longest > 60 * self.minutes
+        late = spent + max(self._spent[1:] or self._spent, default=0.0) > 60 * self.minutes
+        if (processes := world()) is None:
+            return late
+        return bool(processes.pass_on(0, Message(facts={"late": late})).facts["late"])
 
     def _run(self, cell: Cell) -> Summary | None:
         began, claim = time.monotonic(), cell.folder.with_name(f"{cell.folder.name}.claim")

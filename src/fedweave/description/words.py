@@ -8,7 +8,7 @@ prompts hold and few of the others'.
 
 from collections import Counter
 from collections.abc import Sequence
-from itertools import pairwise
+from itertools import chain, pairwise
 
 import numpy as np
 import regex
@@ -19,27 +19,25 @@ _PRIOR = 10.0  # prompts of the common rate that every group is given
 _CLEAR = 2.0  # standard errors
 _OWN = 0.7  # its rate here as a part of both rates: "the" may be clearly more frequent and yet be everywhere
 _FEWEST = 3  # prompts of the group: a word of one prompt says nothing of the group, and may be a person's name
-_UNSPACED_RUN = rf"(?:[{UNSPACED}]\p{{M}}*)+"
-_TERM = regex.compile(rf"(?V1){_UNSPACED_RUN}|[[\p{{L}}\p{{M}}\p{{N}}]--[{UNSPACED}]]+")
-_RUN = regex.compile(_UNSPACED_RUN)
+# a run of a script without blanks, or a word
+_TERM = regex.compile(rf"(?V1)((?:[{UNSPACED}]\p{{M}}*)+)|([[\p{{L}}\p{{M}}\p{{N}}]--[{UNSPACED}]]+)")
 _CHARACTER = regex.compile(r"\X")
 
 
 def terms(text: str) -> set[str]:
     """Words of two letters and more; in scripts without blanks pairs of neighbouring characters."""
     found = set()
-    for term in _TERM.findall(normal(text)):
-        if _RUN.fullmatch(term):
-            characters = _CHARACTER.findall(term)
-            found |= {a + b for a, b in pairwise(characters)}
-        elif len(term) > 1 and not term.isnumeric():
-            found.add(term)
+    for run, word in _TERM.findall(normal(text)):
+        if run:
+            found |= {a + b for a, b in pairwise(_CHARACTER.findall(run))}
+        elif len(word) > 1 and not word.isnumeric():
+            found.add(word)
     return found
 
 
 def distinctive(groups: Sequence[Sequence[str]], count: int = 8) -> list[list[str]]:
     """For each group of texts the words that stand in it more often than in all others, the clearest first."""
-    holding = [Counter(term for text in group for term in terms(text)) for group in groups]
+    holding = [Counter(chain.from_iterable(map(terms, group))) for group in groups]
     vocabulary = sorted(set().union(*holding))
     table = np.array(
         [[counter[term] for term in vocabulary] for counter in holding], dtype=float

@@ -7,7 +7,7 @@ from typing import Any, TypeVar
 import numpy as np
 
 Found = TypeVar("Found")
-MOST = 2  # of a kind: such results can be large
+MOST = 3  # of a kind, which may be large: a grid of attacks has honest rows, and two kinds of spoilt ones
 
 
 class Recent:

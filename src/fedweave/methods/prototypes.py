@@ -76,9 +76,10 @@ class Discover(Step[Prototypes]):
         config = self.config
         yield config.seed, config.experts, config.discovery, config.training
         for client in clients:
-            yield client.index, [example.answer_start for example in client.data.examples]
+            rows = client.data.examples
+            yield client.index, [(len(row.ids), row.answer_start) for row in rows]
+            yield np.concatenate([row.ids for row in rows])
             yield from client.buckets
-            yield from (example.ids for example in client.data.examples)
 
     def warm_up(self, compute: Compute, units: Sequence[tuple[Client, int]]) -> Iterator[torch.Tensor]:
         """Signatures of these buckets, warmed up for them."""

@@ -136,7 +136,7 @@ class Prepared:
     data: FederatedData
     backbone: Backbone
     groups: list[tuple[list[Example], list[Encoded]]]  # clients in order, validation, test, and unseen if any
-    recent: Recent  # of this process's runs
+    recent: Recent | None = None  # what earlier runs of this process have computed
 
     def build(self, console: Console) -> Workspace:
         """Compute (or recall) the features and set the clients up."""
@@ -189,11 +189,10 @@ def _client(index: int, data: ClientData, rows: list[Example], course: Course | 
 
 @dataclass
 class Kept:
-    """What the runs of a comparison share: the last backbone, the last prepared data, and what discovery found in
-    them. One backbone, because a grid over several must not hold them all."""
+    """What the runs of a comparison share: the backbone, prepared data, and what was discovered in them. The last
+    backbone alone, because a grid over several must not hold them all."""
 
     backbone: tuple[BackboneConfig, Backbone] | None = None
-    prepared: tuple[object, Prepared] | None = None
     recent: Recent = field(default_factory=Recent)
 
 
@@ -202,11 +201,12 @@ def prepare(config: Config, console: Console, kept: Kept | None = None) -> Prepa
     if world() is not None and config.data.changes:
         raise UserError("data.changes needs one process; start the run without torchrun.")
     kept = kept or Kept()
-    spoilt = config.attack if config.attack.kind in ON_ROWS else None
-    key = (config.backbone, config.data, config.seed, config.evaluation.max_new_tokens, spoilt)
-    if kept.prepared is None or kept.prepared[0] != key:
-        kept.prepared = (key, _prepare(config, console, kept))
-    prepared = replace(kept.prepared[1], config=config)
+    if kept.backbone is not None and kept.backbone[0] != config.backbone:
+        kept.backbone, kept.recent = None, Recent()  # free the old one first
+    spoilt, scored = config.attack if config.attack.kind in ON_ROWS else None, config.evaluation
+    causes = (config.backbone, config.data, config.seed, scored.max_new_tokens, scored.metrics, spoilt)
+    found, _ = kept.recent.of("data", causes, lambda: _prepare(config, console, kept))
+    prepared = replace(found, config=config, recent=kept.recent)
     prepared.backbone.linear_layers(config.experts.target_modules)
     prepared.backbone.check_answer(config.evaluation.max_new_tokens, "evaluation.max_new_tokens")
     return prepared
@@ -216,8 +216,7 @@ def _prepare(config: Config, console: Console, kept: Kept) -> Prepared:
     data = load_data(config)
     for note in data.notes:
         console.say(f"note: {note}")
-    if kept.backbone is None or kept.backbone[0] != config.backbone:
-        kept.backbone = None  # free the old one first
+    if kept.backbone is None:
         kept.backbone = (config.backbone, load_backbone(config.backbone))
     backbone = kept.backbone[1]
     if backbone.note:
@@ -243,7 +242,7 @@ def _prepare(config: Config, console: Console, kept: Kept) -> Prepared:
         console.warn(
             f"{truncated} prompts exceed backbone.max_length={config.backbone.max_length} and lose their beginning."
         )
-    return Prepared(config, data, backbone, groups, kept.recent)
+    return Prepared(config, data, backbone, groups)
 
 
 def initial_state(config: Config, backbone: Backbone) -> RoutedExperts | None:
