@@ -143,3 +143,19 @@ def test_one_example_moves_the_warm_start_by_no_more_than_the_clip(monkeypatch):
     assert gradient([0]).norm() == pytest.approx(0.1, rel=1e-2), "such long features are clipped"
     noise = gradient(list(range(6)), noise=200.0) - whole
     assert noise.std().item() == pytest.approx(200 * 0.1, rel=0.15)
+
+
+def test_gradients_that_do_not_fit_are_taken_of_fewer_examples_at_once(setup, monkeypatch):
+    lanes, _, private = setup
+    sizes = []
+
+    def gradients(given, drawn, step, rows):
+        if len(drawn) > 3:
+            raise torch.OutOfMemoryError
+        sizes.append(len(drawn))
+        return [torch.tensor([[float(i)] for _, i in drawn])], torch.zeros(len(drawn))
+
+    monkeypatch.setattr(private, "_gradients", gradients)
+    lane = replace(lanes[0], schedule=[np.arange(8)])
+    assert torch.cat(list(private.gradients(lane)))[:, 0].tolist() == list(range(8))
+    assert max(sizes) <= 3

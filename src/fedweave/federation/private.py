@@ -56,10 +56,11 @@ class Noise:
         given = {name: summands[name].double().nan_to_num(0.0, 0.0, 0.0) for name in shapes if name in summands}
         norm = math.sqrt(sum(float(values.square().sum()) for values in given.values()))
         deviation = self.budget.noise(step.name) * clip * _share(client)
+        device = next((values.device for values in given.values()), torch.device("cpu"))
         for name, shape in shapes.items():
-            noise = normal(torch.empty(shape), deviation, *key, name).double()
+            noise = normal(torch.empty(shape, device=device), deviation, *key, name).double()
             values = given.get(name)
-            clipped = 0.0 if values is None else values.cpu() * min(1.0, clip / max(norm, 1e-30))
+            clipped = 0.0 if values is None else values.to(device) * min(1.0, clip / max(norm, 1e-30))
             sent[name] = clipped + noise
         return sent
 

@@ -105,9 +105,16 @@ class PrivateTrainer(LockstepTrainer):
         time."""
         device = self.backbone.device
         start, drawn = [lane.theta[None].to(device)], [(0, int(i)) for i in lane.schedule[0]]
-        together = _TOGETHER[device.type]
-        for first in range(0, len(drawn), together):
-            yield self._gradients([lane], drawn[first : first + together], 0, start)[0][0]
+        together = min(_TOGETHER[device.type], self._most or len(drawn))
+        while drawn:
+            try:
+                rows = self._gradients([lane], drawn[:together], 0, start)[0][0]
+            except torch.OutOfMemoryError:
+                self._make_room(together)
+                together = self._most or together
+                continue
+            yield rows
+            drawn = drawn[together:]
 
 
 def noised(sums: torch.Tensor, shields: Sequence[Shield], step: int, name: str) -> torch.Tensor:
