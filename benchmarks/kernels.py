@@ -13,7 +13,7 @@ from __future__ import annotations
 import argparse
 import itertools
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -25,8 +25,8 @@ from benchmarks.workload import DROPOUT, EXPERTS, RANK, SHAPES, Shape, make_clie
 from fedweave.backbone import packing
 from fedweave.kernels import attention, power_of_two, products
 from fedweave.kernels.dropout import DropoutKeys
-from fedweave.kernels.lanes import Lanes, Setting
-from fedweave.kernels.products import expand, outer, reduce, reduce_back
+from fedweave.kernels.lanes import Lanes, Setting, Target
+from fedweave.kernels.products import expand, expand_back, outer, reduce, reduce_back
 
 TRIED: dict[str, dict[str, tuple[int, ...]]] = {
     "reduce": {"COLUMNS": (64, 128), "num_warps": (4, 8), "num_stages": (3, 4)},
@@ -39,39 +39,46 @@ TRIED: dict[str, dict[str, tuple[int, ...]]] = {
 
 
 class Step:
-    """The experts' products of one adapted layer, n to ``width``, on one step's tokens."""
+    """The experts' products of layers that read one input, n to each of ``widths``, on one step's tokens."""
 
-    def __init__(self, n: int, width: int, lengths: list[int], device: torch.device):
+    def __init__(self, n: int, widths: Sequence[int], lengths: list[int], device: torch.device):
         tokens, rows = sum(lengths), EXPERTS * RANK
         keys = DropoutKeys.of(DROPOUT, list(range(len(lengths))), lengths, tokens, device)
         self.setting = Setting(Lanes.of(lengths, tokens, device), keys, 2.0, RANK)
+        starts = np.cumsum([0, *widths[:-1]]).tolist()
+        self.targets = [
+            Target(i, start, width) for i, (start, width) in enumerate(zip(starts, widths, strict=True))
+        ]
 
         def number(*shape: int) -> torch.Tensor:
             return torch.randn(*shape, device=device, dtype=torch.bfloat16)
 
-        self.x, self.y, self.u = number(tokens, n), number(tokens, width), number(tokens, rows)
-        self.a, self.b = number(len(lengths), rows, n), number(len(lengths), rows, width)
+        self.x, self.y, self.u = number(tokens, n), number(tokens, sum(widths)), number(len(widths), tokens, rows)
+        sizes = [rows * width for own in widths for width in (n, own)]
+        parts = number(len(lengths), sum(sizes)).split(sizes, 1)
+        self.factors = [part.unflatten(1, (rows, -1)) for part in parts]
         self.gates = torch.rand(tokens, EXPERTS, device=device).softmax(-1)
-        self.dgates = torch.zeros_like(self.gates)
         self.dx = torch.empty_like(self.x)
 
     def products(self) -> Iterator[tuple[str, str, Callable[[], Any], int]]:
         """(kernel, what it computes, call, bytes that it must move)."""
-        s, x, y, u, a, b = self.setting, self.x, self.y, self.u, self.a, self.b
-        size = {
-            name: t.numel() * t.element_size() for name, t in (("x", x), ("y", y), ("u", u), ("a", a), ("b", b))
-        }
-        gates, gu = self.gates, u.clone()
-        x_u, y_u = size["x"] + size["a"] + size["u"], size["y"] + size["b"] + size["u"]
+        s, targets, x, y, u, gates = self.setting, self.targets, self.x, self.y, self.u, self.gates
+        a, b, gu, dx = self.factors[::2], self.factors[1::2], u.clone(), self.dx
+        to_x, to_y, of_u = (sum(2 * t.numel() for t in parts) for parts in ((x, *a), (y, *b), (u,)))
 
         def factors() -> Any:
-            return outer(u, x, gu, y, (a, b), (None, None), s, 0)
+            return outer(u, x, gu, y, self.factors, [None] * len(self.factors), targets, s)
 
-        yield "reduce", "u = dropout(x) Aᵀ", lambda: reduce(x, a, s, 0, gates), x_u + size["u"]
-        yield "expand", "y += g ⊙ u B", lambda: expand(y, gu, b, s, 2.0), y_u + size["y"]
-        yield "reduce", "du = g ⊙ dy Bᵀ", lambda: reduce_back(y, b, u, s, gates, self.dgates), y_u + size["u"]
-        yield "outer", "duᵀ dropout(x), guᵀ dy", factors, x_u + y_u
-        yield "expand", "dx += dropout(du A)", lambda: expand(self.dx, u, a, s, 1.0, 0), x_u + size["x"]
+        yield "reduce", "u = dropout(x) Aᵀ", lambda: reduce(x, a, targets, s, gates), to_x + 2 * of_u
+        yield "expand", "y += g ⊙ u B", lambda: expand(y, gu, b, targets, s), to_y + of_u + 2 * y.numel()
+        yield "reduce", "du = g ⊙ dy Bᵀ", lambda: reduce_back(y, b, u, targets, s, gates, True), to_y + 2 * of_u
+        yield "outer", "duᵀ dropout(x), guᵀ dy", factors, to_x + to_y + 2 * of_u
+        yield (
+            "expand",
+            "dx += dropout(du A)",
+            lambda: expand_back(dx, u, a, targets, s, True),
+            (to_x + of_u + 2 * x.numel()),
+        )
 
 
 class Attending:
@@ -134,10 +141,12 @@ def measure(shape: str, device: torch.device, rate: float, others: bool) -> list
     rows = [[c.examples[i].ids for i in p[0]] for c, p in zip(clients, plan, strict=True)]
     lengths = [sum(map(len, lane)) for lane in rows]
     found = []
-    for width in (size.heads * size.head_width, size.kv_heads * size.head_width):  # q_proj and v_proj
-        for kernel, what, call, moved in Step(size.width, width, lengths, device).products():
+    q, v = size.heads * size.head_width, size.kv_heads * size.head_width
+    for name, widths in (("q and v", [q, v]), ("gate and up", [size.inner] * 2), ("down", [size.width])):
+        step = Step(size.inner if name == "down" else size.width, widths, lengths, device)
+        for kernel, what, call, moved in step.products():
             blocks = products.BLOCKS
-            found += trials(f"{shape} → {width}", what, call, moved / rate, blocks, kernel, others and kernel)
+            found += trials(f"{shape} {name}", what, call, moved / rate, blocks, kernel, others and kernel)
     wide = max(64, power_of_two(size.head_width))
     for kernel, what, call, moved in Attending(size, [r for lane in rows for r in lane], device).products():
         found += trials(shape, what, call, moved / rate, attention.BLOCKS.get(kernel, {}), wide, others and kernel)
@@ -165,7 +174,7 @@ def trials(
             if usual:
                 blocks[key] = usual
         found.append({"shape": shape, "call": what, **config, "us": us, "floor_us": 1e6 * floor})
-        print(f"  {shape:11s} {what:22s} {us:7.1f} µs, floor {1e6 * floor:5.1f}  {config}", flush=True)
+        print(f"  {shape:16s} {what:22s} {us:7.1f} µs, floor {1e6 * floor:5.1f}  {config}", flush=True)
     return found
 
 

@@ -30,7 +30,7 @@ from fedweave.backbone import packing
 
 KINDS = {  # the first that a kernel's name contains
     "attention": ("_attend", "flash", "fmha"),
-    "experts": ("_reduce_kernel", "_expand_kernel", "_outer_kernel"),
+    "experts": ("lane_",),
     "norms": ("_norm",),
     "gated unit": ("_gated",),
     "rotary positions": ("_rotary",),

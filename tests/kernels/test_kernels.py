@@ -13,7 +13,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from fedweave.kernels import again, entropy, experts, fused, layer, rotary
+from fedweave.kernels import again, entropy, experts, fused, layer, product_kernels, rotary
 from fedweave.kernels.attention import sequence_tiles, short_attention
 from fedweave.kernels.dropout import DropoutKeys, keep_mask
 from fedweave.kernels.experts import add_experts
@@ -132,22 +132,36 @@ def test_entropy_and_slope(version, softcap):
     assert entropy.entropy_and_slope(logits.detach().clone(), targets, softcap, False)[1] is None
 
 
-@pytest.mark.parametrize(("experts", "rate"), [(3, 0.0), (3, 0.25), (1, 0.25), (0, 0.0)])
-def test_add_experts(version, experts, rate):
-    """Three lanes of unequal length with rows of nobody behind them; two targets in one product's columns."""
+def parts_of_one(widths: list[int], rows: int) -> list[torch.Tensor]:
+    """Three lanes' factors as in training: parts of one matrix."""
+    whole = leaf(3, rows * sum(widths), seed=3).detach()
+    return [
+        part.unflatten(1, (rows, -1)).requires_grad_()
+        for part in whole.split([rows * width for width in widths], 1)
+    ]
+
+
+@pytest.mark.parametrize(
+    ("experts", "rate", "layers"), [(3, 0.0, 2), (3, 0.25, 3), (1, 0.25, 1), (0, 0.0, 2), (0, 0.25, 3)]
+)
+def test_add_experts(version, experts, rate, layers):
+    """Three lanes of unequal length with rows of nobody behind them; some targets in one product's columns."""
     lengths, tokens, n, rank = [70, 3, 130], 210, 40, 4
     own = Lanes.of(lengths, tokens, DEVICE)
     rows = max(experts, 1) * rank
     keys = DropoutKeys.of(rate, [1, 2, 3], lengths, tokens, DEVICE) if rate else None
-    setting, targets = Setting(own, keys, 2.0, rank), [Target(0, 0, 24), Target(5, 30, 72)]
+    setting, targets = (
+        Setting(own, keys, 2.0, rank),
+        [Target(0, 0, 24), Target(5, 30, 72), Target(6, 102, 8)][:layers],
+    )
     y, x = leaf(tokens, 110), leaf(tokens, n, seed=1)
     gates = leaf(tokens, experts, seed=2) if experts else None
-    factors = [leaf(3, rows, width, seed=3 + i) for i, width in enumerate((n, 24, n, 72))]
+    factors = parts_of_one([width for target in targets for width in (n, target.width)], rows)
     used = sum(lengths)
 
     def written_out():
         columns = list(y[:used].split([24, 6, 72, 8], 1))
-        for place, target, a, b in zip((0, 2), targets, factors[::2], factors[1::2], strict=True):
+        for place, target, a, b in zip((0, 2, 3), targets, factors[::2], factors[1::2], strict=False):
             dropped = x * keep_mask(keys, n, target.index) / (1 - rate) if keys else x
             parts = []
             for k, part in enumerate(dropped[:used].split(lengths)):
@@ -168,6 +182,41 @@ def test_add_experts(version, experts, rate):
     for a, b in zip(got, want, strict=True):
         rows_of_lanes = slice(0, used) if a.shape[0] == tokens else slice(None)
         torch.testing.assert_close(a[rows_of_lanes], b[rows_of_lanes], atol=1e-3, rtol=1e-3)
+
+
+def test_layers_that_read_one_input_share_every_launch(version, monkeypatch):
+    """Three layers' experts are five launches, and learn what they learn with launches of their own."""
+    if version == "plain":
+        pytest.skip("launches are Triton's")
+    lengths, tokens, n, rank = [70, 3, 130], 210, 40, 4
+    setting = Setting(Lanes.of(lengths, tokens, DEVICE), None, 2.0, rank)
+    targets = [Target(0, 0, 24), Target(1, 24, 72), Target(2, 96, 8)]
+    x, gates, factors = leaf(tokens, n), leaf(tokens, 2, seed=2), parts_of_one([n, 24, n, 72, n, 8], 2 * rank)
+    launches: list[str] = []
+
+    class Counted:
+        def __init__(self, name: str, kernel: object):
+            self.name, self.kernel = name, kernel
+
+        def __getitem__(self, grid: tuple[int, ...]) -> object:
+            launches.append(self.name)
+            return self.kernel[grid]
+
+    for name in [name for name in vars(product_kernels) if name.startswith("lane_")]:
+        monkeypatch.setattr(product_kernels, name, Counted(name, getattr(product_kernels, name)))
+
+    def learned() -> tuple[int, list[torch.Tensor]]:
+        launches.clear()
+        y = add_experts(torch.zeros(tokens, 104, device=DEVICE), x, gates, targets, factors, setting)
+        grads = torch.autograd.grad(y[: sum(lengths)].square().sum(), [gates, *factors])
+        return len(launches), [y[: sum(lengths)].detach(), *grads]
+
+    together, mine = learned()
+    monkeypatch.setattr(experts, "TOGETHER", 1)
+    apart, theirs = learned()
+    assert (together, apart) == (5, 15)
+    for one, other in zip(mine, theirs, strict=True):
+        torch.testing.assert_close(one, other, atol=1e-4, rtol=1e-4)
 
 
 @pytest.mark.filterwarnings("ignore:grad and param")

@@ -10,7 +10,7 @@ own gates g [M]. Forward and backward are made of three products over lane segme
 Dropout masks are never written to memory: a mask bit is a hash, cheaper to compute than to read.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Protocol
 
 import torch
@@ -19,8 +19,9 @@ from torch import Tensor
 from fedweave.kernels import Context, fused, power_of_two, tl, triton
 from fedweave.kernels.frozen import Weight, back
 from fedweave.kernels.lanes import Setting, Target
-from fedweave.kernels.products import expand, outer, reduce, reduce_back
+from fedweave.kernels.products import expand, expand_back, outer, reduce, reduce_back
 
+TOGETHER = 3  # targets that share a launch, at most: q, k and v
 MOST_ROWS = 64  # beyond, computing u once for all blocks is cheaper
 _TOKENS, _COLUMNS = 16, 64  # a tensor core's smallest side is 16
 
@@ -30,7 +31,7 @@ def add_experts(
     x: Tensor,  # [T, n]
     gates: Tensor | None,  # [T, M] float32; None: one expert with weight 1
     targets: Sequence[Target],
-    factors: Sequence[Tensor],  # A [K, M·r, n] and B [K, M·r, width] of every target in turn
+    factors: Sequence[Tensor],  # A [K, M·r, n] and B [K, M·r, width] of every target in turn, parts of one [K, P]
     setting: Setting,
     weight: Weight | None = None,  # [columns, n]
 ) -> Tensor:
@@ -60,9 +61,10 @@ class _AddExperts(torch.autograd.Function):
         *factors: Tensor,
     ) -> Tensor:
         reduced, rows = [], y.flatten(0, -2)  # flat only in here: autograd copies where a view is changed in place
-        for target, a, b in zip(targets, factors[::2], factors[1::2], strict=True):
-            u, gu = reduce(x, a, setting, target.index, gates)  # [T, M·r]
-            expand(rows[:, target.start : target.start + target.width], gu, b, setting, setting.scale)
+        for some, pairs in _parts(targets):
+            own = factors[pairs]
+            u, gu = reduce(x, own[::2], some, setting, gates)  # [targets, T, M·r]
+            expand(rows, gu, own[1::2], some, setting)
             reduced += [u, gu]
         ctx.targets, ctx.setting, ctx.weight, ctx.gated = targets, setting, weight, gates is not None
         ctx.places = [factor.grad if factor.is_leaf else None for factor in factors]
@@ -72,24 +74,30 @@ class _AddExperts(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: _Added, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        dy, setting, weight, count = grads[0].flatten(0, -2), ctx.setting, ctx.weight, len(ctx.targets)
+        dy, setting, weight = grads[0].flatten(0, -2), ctx.setting, ctx.weight
         x, *rest = ctx.saved_tensors
         gates = rest.pop(0) if ctx.gated else None
-        reduced, factors = rest[: 2 * count], rest[2 * count :]
+        factors = rest[-2 * len(ctx.targets) :]
         dx = None
         if ctx.needs_input_grad[1]:
             dx = back(dy, weight) if weight is not None else torch.empty_like(x)
-        dgates = torch.zeros_like(gates) if gates is not None else None
+        dgates: Tensor | None = None
         factor_grads: list[Tensor | None] = []
-        for i, target in enumerate(ctx.targets):
-            pair = slice(2 * i, 2 * i + 2)
-            (a, b), (u, gu) = factors[pair], reduced[pair]
-            part = dy[:, target.start : target.start + target.width]
-            du = reduce_back(part, b, u, setting, gates, dgates)
-            factor_grads += outer(du, x, gu, part, (a, b), ctx.places[pair], setting, target.index)
+        for i, (some, pairs) in enumerate(_parts(ctx.targets)):
+            own, (u, gu) = factors[pairs], rest[2 * i : 2 * i + 2]
+            du, slope = reduce_back(dy, own[1::2], u, some, setting, gates, ctx.needs_input_grad[2])
+            dgates = slope if dgates is None or slope is None else dgates + slope
+            factor_grads += outer(du, x, gu, dy, own, ctx.places[pairs], some, setting)
             if dx is not None:
-                expand(dx, du, a, setting, 1.0, drop=target.index, add=i > 0 or weight is not None)
+                expand_back(dx, du, own[::2], some, setting, add=i > 0 or weight is not None)
         return None if weight is not None else grads[0], dx, dgates, None, None, None, *factor_grads
+
+
+def _parts(targets: Sequence[Target]) -> Iterator[tuple[Sequence[Target], slice]]:
+    """Targets that share their launches, and where their factors stand."""
+    for first in range(0, len(targets), TOGETHER):
+        some = targets[first : first + TOGETHER]
+        yield some, slice(2 * first, 2 * (first + len(some)))
 
 
 # -------------------------------------------------------------------------------------- a few rows
