@@ -87,30 +87,34 @@ class Attending:
     def __init__(self, size: Shape, rows: list[np.ndarray], device: torch.device):
         self.packed = packing.pack([rows], device)
         assert self.packed.tiles is not None
-        self.launch = attention.Launch(self.packed.tiles, size.head_width**-0.5, None)
-
-        def number(heads: int) -> torch.Tensor:
-            return torch.randn(self.packed.tokens, heads, size.head_width, device=device, dtype=torch.bfloat16)
-
-        self.q, self.k, self.v, self.do = (
-            number(heads) for heads in (size.heads, size.kv_heads, size.kv_heads, size.heads)
-        )
+        angle = torch.rand(self.packed.tokens, size.head_width // 2, device=device) * 6
+        turn = tuple(torch.cat([f(angle)] * 2, 1).bfloat16() for f in (torch.cos, torch.sin))
+        self.launch = attention.Launch(self.packed.tiles, size.head_width**-0.5, None, (turn[0], turn[1]))
+        heads = size.heads, size.kv_heads, size.kv_heads
+        joint = torch.randn(self.packed.tokens, sum(heads), size.head_width, device=device, dtype=torch.bfloat16)
+        self.parts, self.slopes = joint.split(heads, 1), torch.empty_like(joint).split(heads, 1)
+        self.do = torch.randn_like(self.parts[0])
 
     def products(self) -> Iterator[tuple[str, str, Callable[[], Any], int]]:
-        """As ``Step.products``; flash attention under no kernel's name, since nothing of it can be tried."""
-        q, k, v, do = self.q, self.k, self.v, self.do
+        """As ``Step.products``; under no kernel's name where nothing can be tried."""
+        (q, k, v), do, launch, slopes = self.parts, self.do, self.launch, self.slopes
         wide, narrow, sums = q.numel() * 2, k.numel() * 2, q.shape[0] * q.shape[1] * 4
-        out, lse = self.launch.forward(q, k, v)
-        _, delta = self.launch.dq(q, k, v, out, lse, do)
-        yield "forward", "attention", lambda: self.launch.forward(q, k, v), 2 * wide + 2 * narrow + sums
-        yield "dq", "attention dq", lambda: self.launch.dq(q, k, v, out, lse, do), 4 * wide + 2 * narrow + 2 * sums
+        out, lse = launch.forward(q, k, v)
+        delta = launch.dq((q, k, v), out, lse, do, slopes[0])
+
+        def back() -> None:
+            launch.dkv((q, k, v), lse, delta, do, slopes[1], slopes[2])
+
+        yield "", "keys rotate", lambda: launch.turn_keys(k), 2 * narrow
+        yield "forward", "attention", lambda: launch.forward(q, k, v), 3 * wide + 2 * narrow + sums
         yield (
-            "dkv",
-            "attention dk, dv",
-            lambda: self.launch.dkv(q, k, v, lse, delta, do),
-            (2 * wide + 4 * narrow + 2 * sums),
+            "dq",
+            "attention dq",
+            lambda: launch.dq((q, k, v), out, lse, do, slopes[0]),
+            (4 * wide + 2 * narrow + 2 * sums),
         )
-        leaves = [x.detach().requires_grad_() for x in (q, k, v)]
+        yield "dkv", "attention dk, dv", back, 2 * wide + 4 * narrow + 2 * sums
+        leaves = [x.contiguous().requires_grad_() for x in (q, k, v)]
         elsewhere = replace(self.packed, tiles=None)
 
         def flash() -> torch.Tensor:

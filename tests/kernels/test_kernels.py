@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import weakref
 from contextlib import nullcontext
+from unittest.mock import patch
 
 import numpy as np
 import pytest
@@ -14,7 +15,7 @@ import torch
 import torch.nn.functional as F
 
 from fedweave.kernels import again, entropy, experts, fused, layer, product_kernels, rotary
-from fedweave.kernels.attention import sequence_tiles, short_attention
+from fedweave.kernels.attention import rotated_attention, sequence_tiles, short_attention
 from fedweave.kernels.dropout import DropoutKeys, keep_mask
 from fedweave.kernels.experts import add_experts
 from fedweave.kernels.lanes import Lanes, Setting, Target
@@ -261,6 +262,19 @@ def test_experts_on_a_few_rows(version, tokens, n, width, gated):
     torch.testing.assert_close(joint, expected, atol=2e-4, rtol=2e-4)
 
 
+def attended(q, k, v, lengths, softcap):
+    """Attention within sequences, written out: q, k and v [T, heads, D]."""
+    heads = q.shape[1]
+    outs = []
+    for part in zip(*(x.split(lengths.tolist()) for x in (q, k, v)), strict=True):
+        a, b, c = (x.repeat_interleave(heads // x.shape[1], 1).transpose(0, 1) for x in part)  # [heads, n, D]
+        scores = a @ b.transpose(1, 2) * 0.3
+        scores = scores if softcap is None else softcap * torch.tanh(scores / softcap)
+        hidden = torch.ones(scores.shape[1:], dtype=torch.bool, device=DEVICE).triu(1)
+        outs.append((scores.masked_fill(hidden, float("-inf")).softmax(-1) @ c).transpose(0, 1))
+    return torch.cat(outs)
+
+
 @pytest.mark.parametrize("softcap", [None, 3.0])
 @pytest.mark.parametrize(("heads", "kv_heads", "width"), [(4, 2, 16), (3, 3, 24)])
 def test_attention_within_short_sequences(heads, kv_heads, width, softcap):
@@ -272,15 +286,20 @@ def test_attention_within_short_sequences(heads, kv_heads, width, softcap):
     tiles = torch.from_numpy(sequence_tiles(lengths, tokens)).to(DEVICE)
     q, v = leaf(tokens, heads, width), leaf(tokens, kv_heads, width, seed=2)
     k = leaf(kv_heads, tokens, width, seed=1)
+    expected = attended(q, k.transpose(0, 1), v, lengths, softcap)
+    same(short_attention(q, k.transpose(0, 1), v, tiles, 0.3, softcap), expected, [q, k, v])
 
-    def written_out(q, k, v):
-        outs = []
-        for part in zip(*(x.split(lengths.tolist()) for x in (q, k.transpose(0, 1), v)), strict=True):
-            a, b, c = (x.repeat_interleave(heads // x.shape[1], 1).transpose(0, 1) for x in part)  # [heads, n, D]
-            scores = a @ b.transpose(1, 2) * 0.3
-            scores = scores if softcap is None else softcap * torch.tanh(scores / softcap)
-            hidden = torch.ones(scores.shape[1:], dtype=torch.bool, device=DEVICE).triu(1)
-            outs.append((scores.masked_fill(hidden, float("-inf")).softmax(-1) @ c).transpose(0, 1))
-        return torch.cat(outs)
 
-    same(short_attention(q, k.transpose(0, 1), v, tiles, 0.3, softcap), written_out(q, k, v), [q, k, v])
+@pytest.mark.parametrize(("softcap", "width"), [(None, 32), (3.0, 16)])
+def test_attention_that_rotates(softcap, width):
+    """Rotary positions and attention of one joint product, whose gradient is joint as well."""
+    if not fused(torch.zeros(1, device=DEVICE)):
+        pytest.skip("needs a CUDA device (or TRITON_INTERPRET=1 and triton)")
+    lengths = np.array([5, 0, 64, 1, 150, 63])
+    tokens = int(lengths.sum())
+    tiles = torch.from_numpy(sequence_tiles(lengths, tokens)).to(DEVICE)
+    qkv, angle = leaf(tokens, (4 + 2 * 2) * width), torch.rand(tokens, width // 2, device=DEVICE) * 6
+    cos, sin = (torch.cat([f(angle)] * 2, 1) for f in (torch.cos, torch.sin))
+    with patch.object(rotary, "fused", lambda x: False):
+        expected = attended(*rotary.rotate(qkv, cos, sin, 4, 2), lengths, softcap)
+    same(rotated_attention(qkv * 1, cos, sin, 2, tiles, 0.3, softcap), expected, [qkv])

@@ -1,6 +1,6 @@
 """The frozen decoder of Llama-type models, run layer by layer through fused operations.
 
-    s, h = add_norm(s, delta)        q, k, v = rotate(h [Wq Wk Wv])      delta = attention(q, k, v) Wo
+    s, h = add_norm(s, delta)        a = attend_rotated(h [Wq Wk Wv])    delta = a Wo
     s, h = add_norm(s, delta)        m = gated_unit(h [Wg Wu])           delta = m Wd
 
 It computes what transformers' own layers compute. Products that read the same input are one product; what lies
@@ -22,14 +22,14 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import torch
 
-from fedweave.backbone.packing import Packed, attend
+from fedweave.backbone.packing import Packed, attend_rotated
 from fedweave.backbone.quantised import QuantisedLinear
 from fedweave.experts.mixture import carries_experts, run_layer_again, with_experts, with_own_gates
 from fedweave.kernels.again import unread_product
 from fedweave.kernels.fp8 import EightBit
 from fedweave.kernels.frozen import Resident, Weight, linear
 from fedweave.kernels.layer import add_norm, computed_again, gated, gated_unit, norm
-from fedweave.kernels.rotary import HeadNorms, rotate
+from fedweave.kernels.rotary import HeadNorms
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel
@@ -146,8 +146,10 @@ class _Layer:
         unread: bool = False,  # whether nobody reads the last product
     ) -> tuple[torch.Tensor, torch.Tensor]:
         s, qkv = self.normed(self.norms[0], s, delta, self.qkv, given.fp8)
-        q, k, v = rotate(qkv, *given.turn, self.heads, self.kv_heads, self.head_norms)  # [T, heads, D]
-        attended = attend(q, k, v, given.packed, self.scaling, self.window, self.softcap)
+        attended = attend_rotated(
+            qkv, given.turn, self.heads, self.kv_heads, given.packed,
+            self.scaling, self.window, self.softcap, self.head_norms,
+        )  # fmt: skip
         delta = self.out(attended.flatten(1), given.fp8)
         if self.behind:
             delta = add_norm(delta, None, *self.behind[0])[1]
