@@ -34,6 +34,7 @@ KINDS = {  # the first that a kernel's name contains
     "norms": ("_norm",),
     "gated unit": ("_gated",),
     "rotary positions": ("_rotary", "turn_keys"),
+    "rounding to 8 bits": ("_round_kernel",),
     "cross-entropy": ("_entropy",),
     "products with frozen weights": ("nvjet", "gemm", "cutlass", "cublas"),
     "optimiser": ("FusedAdam", "multi_tensor"),

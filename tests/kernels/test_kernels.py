@@ -14,7 +14,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from fedweave.kernels import again, entropy, experts, fused, layer, product_kernels, rotary
+from fedweave.kernels import again, entropy, experts, fused, gated, layer, product_kernels, rotary
 from fedweave.kernels.attention import rotated_attention, sequence_tiles, short_attention
 from fedweave.kernels.dropout import DropoutKeys, keep_mask
 from fedweave.kernels.experts import add_experts
@@ -75,12 +75,12 @@ def test_a_part_that_runs_again(version):
     runs = []
 
     def part(x):
-        m = layer.gated_unit(torch.cat([x, x], 1) * other)
+        m = gated.gated_unit(torch.cat([x, x], 1) * other)
         runs.append(torch.is_grad_enabled())
         return again.unread_product(m, weight) if runs[-1] else m @ weight.T
 
     def plainly(x):
-        return layer.gated_unit(torch.cat([x, x], 1) * other) @ weight.T
+        return gated.gated_unit(torch.cat([x, x], 1) * other) @ weight.T
 
     direction, grads = leaf(6, 24, seed=3).detach(), []
     for run in (lambda: again.run_again(part, x), lambda: plainly(x)):
@@ -97,7 +97,7 @@ def test_gated_unit(version, gelu):
     both = leaf(5, 2 * 1100)
     gate, up = both[:, :1100], both[:, 1100:]
     activated = F.gelu(gate, approximate="tanh") if gelu else F.silu(gate)
-    same(layer.gated_unit(both, gelu), activated * up, [both])
+    same(gated.gated_unit(both, gelu), activated * up, [both])
 
 
 @pytest.mark.parametrize("normed", [False, True])

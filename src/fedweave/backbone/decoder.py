@@ -16,7 +16,7 @@ transformers (``backbone/library.py``).
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
@@ -25,10 +25,13 @@ import torch
 from fedweave.backbone.packing import Packed, attend_rotated
 from fedweave.backbone.quantised import QuantisedLinear
 from fedweave.experts.mixture import carries_experts, run_layer_again, with_experts, with_own_gates
+from fedweave.kernels import fp8 as kernels_fp8
+from fedweave.kernels import fused
 from fedweave.kernels.again import unread_product
-from fedweave.kernels.fp8 import EightBit
-from fedweave.kernels.frozen import Resident, Weight, linear
-from fedweave.kernels.layer import add_norm, computed_again, gated, gated_unit, norm
+from fedweave.kernels.fp8 import EightBit, room_for
+from fedweave.kernels.frozen import Resident, Rounded, Weight, linear
+from fedweave.kernels.gated import gated, gated_product, gated_unit
+from fedweave.kernels.layer import add_norm, computed_again, norm
 from fedweave.kernels.rotary import HeadNorms
 
 if TYPE_CHECKING:
@@ -81,7 +84,7 @@ class Decoder:
             else:
                 with with_own_gates(layer.linears):
                     s, delta = layer(s, delta, given)
-        return add_norm(s, delta, *self.norm)[1]
+        return add_norm(s, delta, *self.norm, slope=self.layers[-1].goes_back(fp8))[1]
 
     def _turn(self, kind: tuple[str, ...] | None, embedded: torch.Tensor, packed: Packed) -> Turn:
         """How layers of this kind rotate; None: not at all."""
@@ -145,19 +148,26 @@ class _Layer:
         given: _Given,
         unread: bool = False,  # whether nobody reads the last product
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        s, qkv = self.normed(self.norms[0], s, delta, self.qkv, given.fp8)
+        fp8 = given.fp8
+        s, h, twin = self.normed(0, s, delta, self.qkv, fp8)
+        with computed_again(h, self.norm_of(0, s)):
+            qkv = self.qkv(h, fp8, twin=twin)
         attended = attend_rotated(
             qkv, given.turn, self.heads, self.kv_heads, given.packed,
             self.scaling, self.window, self.softcap, self.head_norms,
         )  # fmt: skip
-        delta = self.out(attended.flatten(1), given.fp8)
-        if self.behind:
-            delta = add_norm(delta, None, *self.behind[0])[1]
-        s, gate_up = self.normed(self.norms[1], s, delta, self.gate_up, given.fp8)
-        m, both = gated_unit(gate_up, self.gelu), gate_up.detach()
+        delta = self.behind_norm(0, self.out(attended.flatten(1), fp8), fp8)
+        s, h, twin = self.normed(1, s, delta, self.gate_up, fp8)
+        to_down = self.down.wants(s, fp8)
+        if twin is not None and not self.gate_up.carries_experts:
+            both, m = gated_product(h, self.gate_up.rounded(fp8), self.gate_up.bias, self.gelu, twin, *to_down)
+        else:
+            with computed_again(h, self.norm_of(1, s)):
+                gate_up = self.gate_up(h, fp8, twin=twin)
+            both, m = gate_up.detach(), gated_unit(gate_up, self.gelu, *to_down)
         with computed_again(m, lambda: gated(both, self.gelu)):
-            delta = self.down(m, given.fp8, unread and not self.behind)
-        return s, add_norm(delta, None, *self.behind[1])[1] if self.behind else delta
+            delta = self.down(m, fp8, unread and not self.behind, to_down.twin)
+        return s, self.behind_norm(1, delta, fp8)
 
     def summed(self, s: torch.Tensor, given: _Given) -> torch.Tensor:
         """The stream with this layer's contribution: one tensor to keep instead of two. Where the layer runs again
@@ -165,15 +175,34 @@ class _Layer:
         s, delta = self(s, None, given, unread=torch.is_grad_enabled())
         return s + delta
 
-    @staticmethod
     def normed(
-        rms: _Norm, s: torch.Tensor, delta: torch.Tensor | None, product: _Joined, fp8: Eight
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """The residual stream with ``delta``, and the product of its norm, which is not kept."""
-        s, h = add_norm(s, delta, *rms)
-        stream = s.detach()
-        with computed_again(h, lambda: norm(stream, *rms)):
-            return s, product(h, fp8)
+        self, which: int, s: torch.Tensor, delta: torch.Tensor | None, product: _Joined, fp8: Eight
+    ) -> tuple[torch.Tensor, torch.Tensor, Rounded | None]:
+        """The residual stream with ``delta``, and its norm in the form that the product reads."""
+        wants = product.wants(s, fp8)
+        return *add_norm(s, delta, *self.norms[which], *wants, slope=self.goes_back(fp8)), wants.twin
+
+    def norm_of(self, which: int, s: torch.Tensor) -> Callable[[], torch.Tensor]:
+        """That norm once more, from the stream, so that nobody keeps it."""
+        return partial(norm, s.detach(), *self.norms[which])
+
+    def behind_norm(self, which: int, delta: torch.Tensor, fp8: Eight) -> torch.Tensor:
+        return add_norm(delta, None, *self.behind[which], slope=_round_back(fp8))[1] if self.behind else delta
+
+    def goes_back(self, fp8: Eight) -> bool:
+        """Whether the gradient of what is added to the stream goes into a product in 8 bits next."""
+        return _round_back(fp8) and not self.behind
+
+
+def _round_back(fp8: Eight) -> bool:
+    return fp8 == "both" and kernels_fp8.WITHIN
+
+
+class _Wants(NamedTuple):
+    """In what form a product reads its input."""
+
+    twin: Rounded | None  # room for it in 8 bits
+    plain: bool  # whether it is read as it is, too
 
 
 class _Joined:
@@ -202,17 +231,35 @@ class _Joined:
         return weight
 
     def _in(self, fp8: Eight) -> Weight:
-        """The weight in 8 bits where that is asked for and can be, rounded when it is first asked for."""
+        """The weight in 8 bits where that is asked for and can be."""
         if fp8 == "off" or not isinstance(self.weight, torch.Tensor) or not EightBit.fits(self.weight):
             return self.weight
+        return self.rounded(fp8)
+
+    def rounded(self, fp8: Eight) -> EightBit:
+        """Rounded when it is first asked for."""
+        assert isinstance(self.weight, torch.Tensor)
         if fp8 not in self._rounded:
             self._rounded[fp8] = EightBit(self.weight, fp8 == "both")
         return self._rounded[fp8]
 
-    def __call__(self, x: torch.Tensor, fp8: Eight, unread: bool = False) -> torch.Tensor:
+    @property
+    def carries_experts(self) -> bool:
+        return carries_experts(self.layers)
+
+    def wants(self, like: torch.Tensor, fp8: Eight) -> _Wants:
+        """Of an input with as many rows as ``like``."""
         weight = self._in(fp8)
-        if not carries_experts(self.layers):
-            return unread_product(x, weight) if unread else linear(x, weight, self.bias)
+        if not isinstance(weight, EightBit) or not kernels_fp8.WITHIN or not fused(like):
+            return _Wants(None, True)
+        return _Wants(room_for(len(like), weight.shape[1], like.device), self.carries_experts)
+
+    def __call__(
+        self, x: torch.Tensor, fp8: Eight, unread: bool = False, twin: Rounded | None = None
+    ) -> torch.Tensor:
+        weight = self._in(fp8)
+        if not self.carries_experts:
+            return unread_product(x, weight) if unread else linear(x, weight, self.bias, twin)
         with torch.no_grad():
-            y = x.new_empty(len(x), len(weight)) if unread else linear(x, weight, self.bias)
+            y = x.new_empty(len(x), len(weight)) if unread else linear(x, weight, self.bias, twin)
         return with_experts(y, x, self.layers, weight)
