@@ -19,6 +19,7 @@ from fedweave.kernels.attention import rotated_attention, sequence_tiles, short_
 from fedweave.kernels.dropout import DropoutKeys, keep_mask
 from fedweave.kernels.experts import add_experts
 from fedweave.kernels.lanes import Lanes, Setting, Target
+from fedweave.kernels.source import Source
 from tests.kernels.conftest import DEVICE
 
 
@@ -46,27 +47,41 @@ def test_add_norm(version, width):
         s = x + delta
         return s, weight * s * torch.rsqrt(s.square().mean(-1, keepdim=True) + 1e-5)
 
-    same(layer.add_norm(x, delta, weight, 1e-5), written_out(x, delta), [x, delta])
+    same(layer.add_norm(x, delta, weight, 1e-5)[:2], written_out(x, delta), [x, delta])
     same(layer.add_norm(x, delta, weight, 1e-5)[1], written_out(x, delta)[1], [x, delta])
     same(layer.add_norm(x, None, weight, 1e-5)[1], written_out(x, 0)[1], [x])
 
 
-def test_a_norm_computed_again(version):
-    """The gradient is the same, and h is freed after the forward pass: only s is kept."""
-    x, delta, weight = leaf(7, 48), leaf(7, 48, seed=1), leaf(48, seed=2).detach()
-    other = leaf(7, 48, seed=3)
-    gone = []
+@pytest.mark.parametrize("kind", ["norm", "silu", "gelu"])
+def test_an_input_that_is_made_of_what_is_kept(version, kind):
+    """The experts' gradients are those of the input itself, which is freed after the forward pass."""
+    lengths, tokens, n, rank = [70, 60], 135, 40, 4
+    keys = DropoutKeys.of(0.25, [1, 2], lengths, tokens, DEVICE)
+    setting = Setting(Lanes.of(lengths, tokens, DEVICE), keys, 2.0, rank)
+    targets, direction = [Target(0, 0, 24), Target(1, 24, 8)], leaf(tokens, 32, seed=3).detach()
+    weight, factors = leaf(32, n, seed=1).detach(), parts_of_one([n, 24, n, 8], rank, lanes=2)
+    stream, scale = leaf(tokens, n if kind == "norm" else 2 * n), leaf(n, seed=2).detach()
 
-    def product(again: bool):
-        s, h = layer.add_norm(x, delta, weight, 1e-5)
-        with layer.computed_again(h, lambda: layer.norm(s.detach(), weight, 1e-5)) if again else nullcontext():
-            out = h.view(-1, 48) * other  # its gradient for ``other`` is h
-        gone.append(weakref.ref(h.untyped_storage()))
-        return s, out
+    def learned(again: bool):
+        if kind == "norm":
+            s, x, inverse = layer.add_norm(stream, None, scale, 1e-5)
+            source = Source.norm(s, inverse, scale)
+        else:
+            x, source = gated.gated_unit(stream, kind == "gelu"), Source.gated(stream, kind == "gelu")
+        out = add_experts(
+            (x @ weight.T).detach(), x, None, targets, factors, setting, weight, source if again else None
+        )
+        freed = weakref.ref(x.untyped_storage())
+        del x
+        used = sum(lengths)
+        return freed() is None, torch.autograd.grad((out * direction)[:used].sum(), [stream, *factors])
 
-    same(product(again=True), product(again=False), [x, delta, other])
-    mine, theirs = product(again=True), product(again=False)
-    assert gone[2]() is None and gone[3]() is not None and len(mine) == len(theirs)
+    (freed, mine), (other, theirs) = learned(again=True), learned(again=False)
+    assert freed and not other
+    for one, two in zip(mine, theirs, strict=True):
+        torch.testing.assert_close(
+            one[: 130 if len(one) == tokens else None], two[: 130 if len(two) == tokens else None]
+        )
 
 
 def test_a_part_that_runs_again(version):
@@ -133,9 +148,9 @@ def test_entropy_and_slope(version, softcap):
     assert entropy.entropy_and_slope(logits.detach().clone(), targets, softcap, False)[1] is None
 
 
-def parts_of_one(widths: list[int], rows: int) -> list[torch.Tensor]:
-    """Three lanes' factors as in training: parts of one matrix."""
-    whole = leaf(3, rows * sum(widths), seed=3).detach()
+def parts_of_one(widths: list[int], rows: int, lanes: int = 3) -> list[torch.Tensor]:
+    """The lanes' factors as in training: parts of one matrix."""
+    whole = leaf(lanes, rows * sum(widths), seed=3).detach()
     return [
         part.unflatten(1, (rows, -1)).requires_grad_()
         for part in whole.split([rows * width for width in widths], 1)

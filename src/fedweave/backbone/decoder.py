@@ -16,7 +16,7 @@ transformers (``backbone/library.py``).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
@@ -30,9 +30,10 @@ from fedweave.kernels import fused
 from fedweave.kernels.again import unread_product
 from fedweave.kernels.fp8 import EightBit, room_for
 from fedweave.kernels.frozen import Resident, Rounded, Weight, linear
-from fedweave.kernels.gated import gated, gated_product, gated_unit
-from fedweave.kernels.layer import add_norm, computed_again, norm
+from fedweave.kernels.gated import gated_product, gated_unit
+from fedweave.kernels.layer import add_norm
 from fedweave.kernels.rotary import HeadNorms
+from fedweave.kernels.source import Source
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel
@@ -149,24 +150,21 @@ class _Layer:
         unread: bool = False,  # whether nobody reads the last product
     ) -> tuple[torch.Tensor, torch.Tensor]:
         fp8 = given.fp8
-        s, h, twin = self.normed(0, s, delta, self.qkv, fp8)
-        with computed_again(h, self.norm_of(0, s)):
-            qkv = self.qkv(h, fp8, twin=twin)
+        s, h, source, twin = self.normed(0, s, delta, self.qkv, fp8)
+        qkv = self.qkv(h, fp8, source, twin)
         attended = attend_rotated(
             qkv, given.turn, self.heads, self.kv_heads, given.packed,
             self.scaling, self.window, self.softcap, self.head_norms,
         )  # fmt: skip
         delta = self.behind_norm(0, self.out(attended.flatten(1), fp8), fp8)
-        s, h, twin = self.normed(1, s, delta, self.gate_up, fp8)
+        s, h, source, twin = self.normed(1, s, delta, self.gate_up, fp8)
         to_down = self.down.wants(s, fp8)
         if twin is not None and not self.gate_up.carries_experts:
             both, m = gated_product(h, self.gate_up.rounded(fp8), self.gate_up.bias, self.gelu, twin, *to_down)
         else:
-            with computed_again(h, self.norm_of(1, s)):
-                gate_up = self.gate_up(h, fp8, twin=twin)
-            both, m = gate_up.detach(), gated_unit(gate_up, self.gelu, *to_down)
-        with computed_again(m, lambda: gated(both, self.gelu)):
-            delta = self.down(m, fp8, unread and not self.behind, to_down.twin)
+            both = self.gate_up(h, fp8, source, twin)
+            m = gated_unit(both, self.gelu, *to_down)
+        delta = self.down(m, fp8, Source.gated(both, self.gelu), to_down.twin, unread and not self.behind)
         return s, self.behind_norm(1, delta, fp8)
 
     def summed(self, s: torch.Tensor, given: _Given) -> torch.Tensor:
@@ -177,14 +175,11 @@ class _Layer:
 
     def normed(
         self, which: int, s: torch.Tensor, delta: torch.Tensor | None, product: _Joined, fp8: Eight
-    ) -> tuple[torch.Tensor, torch.Tensor, Rounded | None]:
-        """The residual stream with ``delta``, and its norm in the form that the product reads."""
-        wants = product.wants(s, fp8)
-        return *add_norm(s, delta, *self.norms[which], *wants, slope=self.goes_back(fp8)), wants.twin
-
-    def norm_of(self, which: int, s: torch.Tensor) -> Callable[[], torch.Tensor]:
-        """That norm once more, from the stream, so that nobody keeps it."""
-        return partial(norm, s.detach(), *self.norms[which])
+    ) -> tuple[torch.Tensor, torch.Tensor, Source, Rounded | None]:
+        """The residual stream with ``delta``; its norm in the form that the product reads, and where it is from."""
+        (weight, eps), wants = self.norms[which], product.wants(s, fp8)
+        s, h, inverse = add_norm(s, delta, weight, eps, *wants, slope=self.goes_back(fp8))
+        return s, h, Source.norm(s, inverse, weight), wants.twin
 
     def behind_norm(self, which: int, delta: torch.Tensor, fp8: Eight) -> torch.Tensor:
         return add_norm(delta, None, *self.behind[which], slope=_round_back(fp8))[1] if self.behind else delta
@@ -255,11 +250,16 @@ class _Joined:
         return _Wants(room_for(len(like), weight.shape[1], like.device), self.carries_experts)
 
     def __call__(
-        self, x: torch.Tensor, fp8: Eight, unread: bool = False, twin: Rounded | None = None
+        self,
+        x: torch.Tensor,
+        fp8: Eight,
+        source: Source | None = None,
+        twin: Rounded | None = None,
+        unread: bool = False,
     ) -> torch.Tensor:
         weight = self._in(fp8)
         if not self.carries_experts:
             return unread_product(x, weight) if unread else linear(x, weight, self.bias, twin)
         with torch.no_grad():
             y = x.new_empty(len(x), len(weight)) if unread else linear(x, weight, self.bias, twin)
-        return with_experts(y, x, self.layers, weight)
+        return with_experts(y, x, self.layers, weight, source)

@@ -21,6 +21,7 @@ from fedweave.kernels.dropout import DropoutKeys
 from fedweave.kernels.experts import MOST_ROWS, add_experts, add_to_rows
 from fedweave.kernels.frozen import Weight
 from fedweave.kernels.lanes import Lanes, Setting, Target, one_lane
+from fedweave.kernels.source import Source
 
 
 class Mixture:
@@ -167,10 +168,15 @@ def run_layer_again(
 
 
 def with_experts(
-    y: torch.Tensor, x: torch.Tensor, layers: Sequence[torch.nn.Linear], weight: Weight | None = None
+    y: torch.Tensor,
+    x: torch.Tensor,
+    layers: Sequence[torch.nn.Linear],
+    weight: Weight | None = None,
+    source: Source | None = None,
 ) -> torch.Tensor:
     """y = the outputs of ``layers`` on x, side by side; returns y with the experts of those that carry any. With
-    ``weight``, the layers' own, y was computed without gradient (``kernels/experts.py`` says why)."""
+    ``weight``, the layers' own, y was computed without gradient, and with ``source``, of x, x is not kept
+    (``kernels/experts.py`` says why)."""
     targets: list[Target] = []
     start, mixture = 0, None
     for layer in layers:
@@ -190,4 +196,4 @@ def with_experts(
             add_to_rows(out.narrow(1, target.start, target.width), rows, a[0], b[0], wide, scale)
         return y
     setting = Setting(state.lanes or one_lane(len(rows), x.device), state.dropout, scale, rank)
-    return add_experts(y, rows, state.row_gates(x.shape[:-1]), targets, factors, setting, weight)
+    return add_experts(y, rows, state.row_gates(x.shape[:-1]), targets, factors, setting, weight, source)

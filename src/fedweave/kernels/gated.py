@@ -126,10 +126,11 @@ class _GatedProduct(torch.autograd.Function):
         return dx, None, None, None, None, None
 
 
+squashed_gate = None
 if triton is not None:
 
     @triton.jit
-    def _squashed(gate, GELU: tl.constexpr):
+    def squashed_gate(gate, GELU: tl.constexpr):
         """σ(a(g)) and a'(g)."""
         if GELU:
             inner = 1.5957691216057308 * (gate + 0.044715 * gate * gate * gate)
@@ -142,7 +143,7 @@ if triton is not None:
         """act(g) · u of a part of a row."""
         gate = tl.load(both + row * 2 * WIDTH + c, live, 0.0).to(tl.float32)
         up = tl.load(both + row * 2 * WIDTH + WIDTH + c, live, 0.0)
-        squashed, _ = _squashed(gate, GELU)
+        squashed, _ = squashed_gate(gate, GELU)
         return (gate * squashed).to(up.dtype) * up
 
     @triton.jit
@@ -151,7 +152,7 @@ if triton is not None:
         gate = tl.load(both + row * 2 * WIDTH + c, live, 0.0).to(tl.float32)
         up = tl.load(both + row * 2 * WIDTH + WIDTH + c, live, 0.0).to(tl.float32)
         g = tl.load(dm + row * WIDTH + c, live, 0.0).to(tl.float32)
-        squashed, steep = _squashed(gate, GELU)
+        squashed, steep = squashed_gate(gate, GELU)
         slope = squashed + gate * squashed * (1 - squashed) * steep
         return (g * up * slope).to(both.dtype.element_ty), (g * gate * squashed).to(both.dtype.element_ty)
 

@@ -5,13 +5,10 @@ the next product is in 8 bits (``kernels/fp8.py``) h is written so as well, or o
 back so is the gradient that the product before reads.
 """
 
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
 from typing import Protocol
 
 import torch
 from torch import Tensor
-from torch.autograd.graph import saved_tensors_hooks
 
 from fedweave.kernels import Context, fused, power_of_two, tl, triton
 from fedweave.kernels.fp8 import carry, e4m3, room_for
@@ -26,37 +23,12 @@ def add_norm(
     twin: Rounded | None = None,
     plain: bool = True,  # whether h itself is wanted beside its twin
     slope: bool = False,  # whether delta's gradient goes into a product in 8 bits
-) -> tuple[Tensor, Tensor]:
-    """x, delta [T, d] to s, h [T, d]; without a delta s is x."""
+) -> tuple[Tensor, Tensor, Tensor]:
+    """x, delta [T, d] to s, h [T, d] and 1 / rms(s) [T]; without a delta s is x."""
     if delta is None and not x.requires_grad:
-        return x, norm(x, weight, eps, twin, plain)
+        with torch.no_grad():
+            return _forward(x, None, weight, eps, twin, plain)
     return _AddNorm.apply(x, delta, weight, eps, twin, plain, slope)
-
-
-def computed_again(value: Tensor, compute: Callable[[], Tensor]) -> AbstractContextManager[object]:
-    """In here a gradient that will need ``value`` keeps nothing: it is soon computed again, from what is kept
-    anyway."""
-    if not torch.is_grad_enabled():
-        return nullcontext()
-    place = (value.data_ptr(), value.shape)
-
-    def pack(kept: Tensor) -> Tensor | None:
-        return None if (kept.data_ptr(), kept.shape) == place else kept
-
-    def unpack(kept: Tensor | None) -> Tensor:
-        return compute() if kept is None else kept
-
-    return saved_tensors_hooks(pack, unpack)
-
-
-@torch.no_grad()
-def norm(x: Tensor, weight: Tensor, eps: float, twin: Rounded | None = None, plain: bool = True) -> Tensor:
-    """w · x / rms(x) alone, without a gradient."""
-    if fused(x):
-        return _forward(x.contiguous(), None, weight, eps, twin, plain)[1]
-    wide = x.float()
-    unit = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
-    return (weight * unit.to(weight.dtype)).to(x.dtype)
 
 
 class _Normed(Context, Protocol):
@@ -74,23 +46,17 @@ class _AddNorm(torch.autograd.Function):
         twin: Rounded | None,
         plain: bool,
         slope: bool,
-    ) -> tuple[Tensor, Tensor]:
+    ) -> tuple[Tensor, Tensor, Tensor]:
         ctx.set_materialize_grads(False)
         ctx.slope = slope
-        if fused(x):
-            other = None if delta is None else delta.contiguous()
-            s, h, inverse = _forward(x.contiguous(), other, weight, eps, twin, plain)
-        else:
-            s = x if delta is None else x + delta
-            wide = s.float()
-            inverse = torch.rsqrt(wide.square().mean(-1) + eps)  # [T] 1 / rms
-            h = (weight * (wide * inverse[:, None]).to(weight.dtype)).to(s.dtype)
+        s, h, inverse = _forward(x, delta, weight, eps, twin, plain)
         ctx.save_for_backward(s, weight, inverse)
-        return s, h
+        ctx.mark_non_differentiable(inverse)
+        return s, h, inverse
 
     @staticmethod
     def backward(ctx: _Normed, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-        ds, dh = grads
+        ds, dh, _ = grads
         s, weight, inverse = ctx.saved_tensors
         beside = ctx.needs_input_grad[1]
         if dh is None:
@@ -122,10 +88,16 @@ def _grid(x: Tensor) -> tuple[tuple[int], dict[str, int]]:
 def _forward(
     x: Tensor, delta: Tensor | None, weight: Tensor, eps: float, twin: Rounded | None, plain: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
+    if not fused(x):
+        s = x if delta is None else x + delta
+        wide = s.float()
+        inverse = torch.rsqrt(wide.square().mean(-1) + eps)
+        return s, (weight * (wide * inverse[:, None]).to(weight.dtype)).to(s.dtype), inverse
+    x = x.contiguous()
     s = x if delta is None else torch.empty_like(x)
     h, inverse = torch.empty_like(x), torch.empty(x.shape[0], device=x.device)
     grid, options = _grid(x)
-    other = x if delta is None else delta
+    other = x if delta is None else delta.contiguous()
     _norm_kernel[grid](
         x, other, weight, s, h, *(twin or (h, inverse)), inverse, *x.shape, eps,
         DELTA=delta is not None, PLAIN=plain or twin is None, ROUND=twin is not None, **options,

@@ -5,6 +5,7 @@ its own target's.
 """
 
 from fedweave.kernels import tl, triton
+from fedweave.kernels.gated import squashed_gate
 
 if triton is not None:
     _VARY = ["layer_0", "layer_1", "layer_2", "threshold"]  # from layer to layer: no reason to compile anew
@@ -143,9 +144,26 @@ if triton is not None:
             tl.store(to, acc.to(dx.dtype.element_ty), inner)
 
     @triton.jit
+    def _input(x, inverse, norm, t, live, c, row, N, SOURCE: tl.constexpr):
+        """[tokens, columns] of an input, made of what is kept of it (kernels/source.py)."""
+        inside = live[:, None] & (c < N)[None, :]
+        at = x + t[:, None] * row + c[None, :]
+        columns = tl.load(at, inside, 0.0)
+        if SOURCE == 1:
+            w = tl.load(norm + c, c < N, 0.0)
+            unit = (columns.to(tl.float32) * tl.load(inverse + t, live, 0.0)[:, None]).to(w.dtype)
+            columns = (w[None, :] * unit).to(columns.dtype)
+        if SOURCE >= 2:
+            gate, up = columns.to(tl.float32), tl.load(at + N, inside, 0.0)
+            squashed, _ = squashed_gate(gate, SOURCE == 3)
+            columns = (gate * squashed).to(up.dtype) * up
+        return columns
+
+    @triton.jit
     def _outer_sum(
-        left, right, out, keys, start, end, block, layer, threshold, inflate, scale, row, N, MR,
-        DROP: tl.constexpr, ADD: tl.constexpr, R: tl.constexpr, TOKENS: tl.constexpr, COLUMNS: tl.constexpr,
+        left, right, inverse, norm, out, keys, start, end, block, layer, threshold, inflate, scale, row, N, MR,
+        SOURCE: tl.constexpr, DROP: tl.constexpr, ADD: tl.constexpr,
+        R: tl.constexpr, TOKENS: tl.constexpr, COLUMNS: tl.constexpr,
     ):  # fmt: skip
         """out [MR, N] (+)= scale · leftᵀ dropout(right) over the tokens from start to end, one block of columns."""
         r = tl.arange(0, R)
@@ -157,7 +175,7 @@ if triton is not None:
             wide_t = t.to(tl.int64)
             inside = live[None, :] & (r < MR)[:, None]
             rows = tl.load(left + wide_t[None, :] * MR + r[:, None], inside, 0.0)  # [R, TOKENS]
-            columns = tl.load(right + wide_t[:, None] * row + c[None, :], live[:, None] & (c < N)[None, :], 0.0)
+            columns = _input(right, inverse, norm, wide_t, live, c, row, N, SOURCE)
             if DROP:
                 kept = _kept(keys, t, live, c, layer, threshold)
                 columns = tl.where(kept, columns.to(tl.float32) * inflate, 0.0).to(columns.dtype)
@@ -171,10 +189,11 @@ if triton is not None:
 
     @triton.jit(do_not_specialize=_VARY)
     def lane_outer_kernel(
-        du, x, gu, dy, da_0, da_1, da_2, db_0, db_1, db_2, keys, spans,
+        du, x, inverse, norm, gu, dy, da_0, da_1, da_2, db_0, db_1, db_2, keys, spans,
         layer_0, layer_1, layer_2, start_0, start_1, start_2, width_0, width_1, width_2,
         threshold, inflate, scale, first, second, end_0, end_1, x_row, dy_row, out_lane, T, N, MR,
-        DROP: tl.constexpr, ADD: tl.constexpr, R: tl.constexpr, TOKENS: tl.constexpr, COLUMNS: tl.constexpr,
+        SOURCE: tl.constexpr, DROP: tl.constexpr, ADD: tl.constexpr,
+        R: tl.constexpr, TOKENS: tl.constexpr, COLUMNS: tl.constexpr,
     ):  # fmt: skip
         lane, block = tl.program_id(0).to(tl.int64), tl.program_id(1)
         start, end = tl.load(spans + lane * 2), tl.load(spans + lane * 2 + 1)
@@ -182,11 +201,11 @@ if triton is not None:
             g = block // first
             layer, left = _pick(g, layer_0, layer_1, layer_2), du + g.to(tl.int64) * T * MR
             out = _pick(g, da_0, da_1, da_2) + lane * out_lane
-            _outer_sum(left, x, out, keys, start, end, block - g * first, layer, threshold, inflate,
-                       1.0, x_row, N, MR, DROP, ADD, R, TOKENS, COLUMNS)  # fmt: skip
+            _outer_sum(left, x, inverse, norm, out, keys, start, end, block - g * first, layer, threshold, inflate,
+                       1.0, x_row, N, MR, SOURCE, DROP, ADD, R, TOKENS, COLUMNS)  # fmt: skip
         else:
             g, own = _of_block(block - second, end_0, end_1)
             right, left = dy + _pick(g, start_0, start_1, start_2), gu + g.to(tl.int64) * T * MR
             out, width = _pick(g, db_0, db_1, db_2) + lane * out_lane, _pick(g, width_0, width_1, width_2)
-            _outer_sum(left, right, out, keys, start, end, own, 0, threshold, inflate,
-                       scale, dy_row, width, MR, False, ADD, R, TOKENS, COLUMNS)  # fmt: skip
+            _outer_sum(left, right, inverse, norm, out, keys, start, end, own, 0, threshold, inflate,
+                       scale, dy_row, width, MR, 0, False, ADD, R, TOKENS, COLUMNS)  # fmt: skip

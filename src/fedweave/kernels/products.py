@@ -16,6 +16,7 @@ from fedweave.kernels import fused, power_of_two
 from fedweave.kernels import product_kernels as kernels
 from fedweave.kernels.dropout import DropoutKeys, keep_mask
 from fedweave.kernels.lanes import TILE, Lanes, Setting, Target
+from fedweave.kernels.source import Source
 
 Part = TypeVar("Part")
 
@@ -128,7 +129,7 @@ def expand_back(
 
 def outer(
     du: Tensor,
-    x: Tensor,
+    source: Source,  # of x
     gu: Tensor,
     dy: Tensor,
     factors: Sequence[Tensor],  # A [K, M·r, n] and B [K, M·r, width] of every target in turn
@@ -138,7 +139,8 @@ def outer(
 ) -> list[Tensor | None]:
     """Of every target sums over each lane's tokens, duᵀ dropout(x) and scale · guᵀ dy; ``places``, where given, are
     added to instead: autograd would copy each of many small gradients to its place with a kernel of its own."""
-    if not fused(x):
+    if not fused(dy):
+        x = source.computed()
         found: list[Tensor | None] = []
         for target, left, right in zip(targets, du, gu, strict=True):
             found.append(_outer(left, _dropped(x, setting.dropout, target.index), setting.lanes))
@@ -148,15 +150,16 @@ def outer(
     out = [place for place in places if place is not None] if add else _fresh(factors)
     tokens, threshold, inflate, drop = _keys(setting, du)
     block = BLOCKS["outer"]
-    first = -(-x.shape[1] // block["COLUMNS"])
+    x, inverse, norm = (*source.kept, du, du)[:3]
+    first = -(-source.width // block["COLUMNS"])
     ends = _ends([t.width for t in targets], block["COLUMNS"])
     # all factors' gradients in one launch, A's and then B's: either alone has too few blocks to keep a GPU busy
     kernels.lane_outer_kernel[(len(out[0]), len(targets) * first + ends[-1])](
-        du, x, gu, dy, *_three(out[::2]), *_three(out[1::2]), tokens, setting.lanes.spans,
+        du, x, inverse, norm, gu, dy, *_three(out[::2]), *_three(out[1::2]), tokens, setting.lanes.spans,
         *_three([t.index for t in targets]), *_starts(targets),
         threshold, inflate, setting.scale, first, len(targets) * first, *_three(ends)[:2],
-        x.stride(0), dy.stride(0), out[0].stride(0), len(x), x.shape[1], out[0].shape[1],
-        DROP=drop, ADD=add, R=_rows(out[0].shape[1]), **block,
+        x.stride(0), dy.stride(0), out[0].stride(0), len(x), source.width, out[0].shape[1],
+        SOURCE=source.kind, DROP=drop, ADD=add, R=_rows(out[0].shape[1]), **block,
     )  # fmt: skip
     return [None] * len(out) if add else [*out]
 
