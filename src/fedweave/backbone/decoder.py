@@ -24,13 +24,14 @@ import torch
 
 from fedweave.backbone.packing import Packed, attend_rotated
 from fedweave.backbone.quantised import QuantisedLinear
-from fedweave.experts.mixture import carries_experts, run_layer_again, with_experts, with_own_gates
+from fedweave.experts.mixture import carries_experts, reading, run_layer_again, with_experts, with_own_gates
 from fedweave.kernels import fp8 as kernels_fp8
 from fedweave.kernels import fused
 from fedweave.kernels.again import unread_product
 from fedweave.kernels.fp8 import EightBit, room_for
 from fedweave.kernels.frozen import Resident, Rounded, Weight, linear
 from fedweave.kernels.gated import gated_product, gated_unit
+from fedweave.kernels.lanes import Rows
 from fedweave.kernels.layer import add_norm
 from fedweave.kernels.rotary import HeadNorms
 from fedweave.kernels.source import Source
@@ -52,6 +53,7 @@ class _Given(NamedTuple):
     packed: Packed
     turn: Turn
     fp8: Eight
+    read: Rows | None = None  # rows that somebody reads of the layer's output; None: all
 
 
 class Decoder:
@@ -73,13 +75,16 @@ class Decoder:
             and all(_plain(layer.mlp.down_proj, model.dtype) for layer in model.base_model.layers)
         )
 
-    def hidden(self, packed: Packed, again: bool = False, fp8: Eight = "off") -> torch.Tensor:
-        """Last hidden states after the final norm, [T, d]; with ``again`` layers keep their inputs alone."""
+    def hidden(
+        self, packed: Packed, again: bool = False, fp8: Eight = "off", read: Rows | None = None
+    ) -> torch.Tensor:
+        """Last hidden states after the final norm, [T, d] or those that are ``read`` [n, d]; with ``again`` layers
+        keep their inputs alone."""
         embedded = self.base.embed_tokens(packed.ids)  # [1, T, d]
         turns = {layer.turn: self._turn(layer.turn, embedded, packed) for layer in self.layers}
         s, delta = embedded[0], None
         for layer in self.layers:
-            given = _Given(packed, turns[layer.turn], fp8)
+            given = _Given(packed, turns[layer.turn], fp8, read if layer is self.layers[-1] else None)
             if again and torch.is_grad_enabled():
                 s = run_layer_again(layer.linears, partial(layer.summed, given=given), s)
             else:
@@ -156,7 +161,17 @@ class _Layer:
             qkv, given.turn, self.heads, self.kv_heads, given.packed,
             self.scaling, self.window, self.softcap, self.head_norms,
         )  # fmt: skip
-        delta = self.behind_norm(0, self.out(attended.flatten(1), fp8), fp8)
+        attended = attended.flatten(1)
+        if given.read is not None:  # behind the last attention nobody looks at other tokens
+            s, attended = given.read.of(s), given.read.of(attended)
+        with reading(self.linears, given.read):
+            delta = self.behind_norm(0, self.out(attended, fp8), fp8)
+            return self.mlp(s, delta, fp8, unread)
+
+    def mlp(
+        self, s: torch.Tensor, delta: torch.Tensor, fp8: Eight, unread: bool
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """The second half of a layer."""
         s, h, source, twin = self.normed(1, s, delta, self.gate_up, fp8)
         to_down = self.down.wants(s, fp8)
         if twin is not None and not self.gate_up.carries_experts:

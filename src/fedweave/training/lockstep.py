@@ -278,9 +278,8 @@ class LockstepTrainer:
             per_sequence = weights.flatten(0, 1).index_select(0, batch.slot)  # [S, M]
             gates = spread(per_sequence, packed.sequence, packed.boundaries)[None]  # [1, T, M]
         with self.mixture.active(experts.leaves, gates, packed.lanes, batch.dropout, batch.spoken):
-            hidden = self.backbone.hidden(packed, again=self.checkpointing, fp8=self.config.fp8)  # [T, d]
-        answers = hidden.index_select(0, batch.source)
-        nll = token_nll(answers, self.backbone.head, batch.target, self.backbone.softcap)
+            hidden = self.backbone.hidden(packed, again=self.checkpointing, fp8=self.config.fp8, read=batch.read)
+        nll = token_nll(hidden, self.backbone.head, batch.target, self.backbone.softcap)
         whose = batch.lane[None] == torch.arange(lanes, device=nll.device)[:, None]  # [K, n]
         return torch.where(whose, nll * batch.weight, 0.0).sum(1)  # no product: NaN · 0 would be every lane's
 
