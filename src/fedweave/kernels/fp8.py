@@ -80,7 +80,8 @@ def round_rows(x: Tensor) -> Rounded:
     x = x if x.stride(1) == 1 else x.contiguous()
     twin, width = room_for(*x.shape, x.device), power_of_two(x.shape[1])
     rows = max(1, 4096 // width)
-    _round_kernel[(-(-len(x) // rows),)](x, *twin, *x.shape, x.stride(0), ROWS=rows, WIDTH=width, num_warps=8)
+    warps = 8 if width <= 8192 else 16
+    _round_kernel[(-(-len(x) // rows),)](x, *twin, *x.shape, x.stride(0), ROWS=rows, WIDTH=width, num_warps=warps)
     return twin
 
 
