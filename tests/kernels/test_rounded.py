@@ -31,7 +31,7 @@ def alike(one: Rounded | None, other: Rounded) -> None:
 def test_what_norms_write():
     x, delta, weight = numbers(7, 48), numbers(7, 48, seed=1), numbers(48, seed=2)
     for other in (delta, None):
-        twin, alone = room_for(7, 48, DEVICE), room_for(7, 48, DEVICE)
+        twin, alone = room_for((7, 48), DEVICE), room_for((7, 48), DEVICE)
         alike(twin, round_rows(add_norm(x, other, weight, 1e-5, twin)[1]))
         add_norm(x, other, weight, 1e-5, alone, plain=False)
         alike(alone, twin)
@@ -40,7 +40,7 @@ def test_what_norms_write():
 @pytest.mark.parametrize("gelu", [False, True])
 def test_what_a_gated_unit_writes(gelu):
     both = numbers(5, 2 * 1100)
-    twin, alone = room_for(5, 1100, DEVICE), room_for(5, 1100, DEVICE)
+    twin, alone = room_for((5, 1100), DEVICE), room_for((5, 1100), DEVICE)
     alike(twin, round_rows(gated(both, gelu, twin)))
     gated_unit(both.requires_grad_(), gelu, alone, plain=False)
     alike(alone, twin)
@@ -58,7 +58,7 @@ def test_products_and_gradients_are_those_of_passes_of_their_own(both, monkeypat
         return linear(gated_unit(linear(h, wide, None)), down, None)
 
     def within() -> torch.Tensor:
-        twin, to_down = room_for(9, 32, DEVICE), room_for(9, 64, DEVICE)
+        twin, to_down = room_for((9, 32), DEVICE), room_for((9, 64), DEVICE)
         _, h, _ = add_norm(s, linear(x, before, None), weight, 1e-5, twin, plain=False, slope=both)
         _, m = gated_product(h, wide, None, False, twin, to_down, plain=False)
         return linear(m, down, None, to_down)

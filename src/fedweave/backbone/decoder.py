@@ -262,7 +262,7 @@ class _Joined:
         weight = self._in(fp8)
         if not isinstance(weight, EightBit) or not kernels_fp8.WITHIN or not fused(like):
             return _Wants(None, True)
-        return _Wants(room_for(len(like), weight.shape[1], like.device), self.carries_experts)
+        return _Wants(room_for((len(like), weight.shape[1]), like.device), self.carries_experts)
 
     def __call__(
         self,

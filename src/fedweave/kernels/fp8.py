@@ -13,6 +13,8 @@ reads anything else; what attention writes, head by head, is rounded here.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -78,17 +80,17 @@ def round_rows(x: Tensor) -> Rounded:
         scale = wide.abs().amax(1, keepdim=True).clamp(min=_LEAST) / LARGEST
         return Rounded((wide / scale).to(torch.float8_e4m3fn), scale)
     x = x if x.stride(1) == 1 else x.contiguous()
-    twin, width = room_for(*x.shape, x.device), power_of_two(x.shape[1])
+    twin, width = room_for(x.shape, x.device), power_of_two(x.shape[1])
     rows = max(1, 4096 // width)
     warps = 8 if width <= 8192 else 16
     _round_kernel[(-(-len(x) // rows),)](x, *twin, *x.shape, x.stride(0), ROWS=rows, WIDTH=width, num_warps=warps)
     return twin
 
 
-def room_for(rows: int, columns: int, device: torch.device) -> Rounded:
-    """Where a kernel may write a twin."""
-    numbers = torch.empty(rows, columns, dtype=torch.float8_e4m3fn, device=device)
-    return Rounded(numbers, torch.empty(rows, 1, device=device))
+def room_for(shape: Sequence[int], device: torch.device) -> Rounded:
+    """Where a kernel may write a twin of this shape, [T, n]."""
+    numbers = torch.empty(*shape, dtype=torch.float8_e4m3fn, device=device)
+    return Rounded(numbers, torch.empty(shape[0], 1, device=device))
 
 
 # A gradient that is written in full has its twin with it on the way to the product before. Where autograd makes
@@ -103,7 +105,6 @@ def carried(x: Tensor) -> Rounded | None:
     return getattr(x, "rounded", None)
 
 
-e4m3 = e4m3_scale = None
 if triton is not None:
 
     @triton.jit
@@ -126,3 +127,6 @@ if triton is not None:
         numbers, scale = e4m3(tl.load(x + wide_t * row + c[None, :], live, 0.0).to(tl.float32))
         tl.store(out + wide_t * N + c[None, :], numbers, live)
         tl.store(scales + t, scale, t < T)
+
+else:  # for those who import it
+    e4m3 = e4m3_scale = None

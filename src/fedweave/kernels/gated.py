@@ -58,7 +58,7 @@ def _slopes(both: Tensor, dm: Tensor, gelu: bool) -> Tensor:
 
 def _rounded_slopes(both: Tensor, dm: Tensor, gelu: bool) -> Rounded:
     """The same in 8 bits alone, by a kernel."""
-    twin, width = room_for(*both.shape, both.device), both.shape[1] // 2
+    twin, width = room_for(both.shape, both.device), both.shape[1] // 2
     _gated_round_back_kernel[(len(both),)](both, dm.contiguous(), *twin, width, GELU=gelu, **_whole(width))
     return twin
 
@@ -126,7 +126,6 @@ class _GatedProduct(torch.autograd.Function):
         return dx, None, None, None, None, None
 
 
-squashed_gate = None
 if triton is not None:
 
     @triton.jit
@@ -194,3 +193,6 @@ if triton is not None:
         tl.store(eight + row * 2 * WIDTH + c, (left / scale).to(tl.float8e4nv), live)
         tl.store(eight + row * 2 * WIDTH + WIDTH + c, (right / scale).to(tl.float8e4nv), live)
         tl.store(scales + row, scale)
+
+else:  # for those who import it
+    squashed_gate = None

@@ -64,7 +64,7 @@ class _AddNorm(torch.autograd.Function):
         if fused(s):
             dh, dx, (grid, options) = dh.contiguous(), torch.empty_like(s), _grid(s)
             residual = dh if ds is None else ds.contiguous()
-            twin = room_for(*dx.shape, dx.device) if ctx.slope else None
+            twin = room_for(dx.shape, dx.device) if ctx.slope else None
             _norm_back_kernel[grid](
                 s, weight, inverse, residual, dh, dx, *(twin or (dx, inverse)), *s.shape,
                 RESIDUAL=ds is not None, ROUND=twin is not None, **options,
