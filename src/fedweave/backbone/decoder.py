@@ -90,7 +90,7 @@ class Decoder:
             else:
                 with with_own_gates(layer.linears):
                     s, delta = layer(s, delta, given)
-        return add_norm(s, delta, *self.norm, slope=self.layers[-1].goes_back(fp8))[1]
+        return add_norm(s, delta, *self.norm, slope=delta is not None and self.layers[-1].goes_back(fp8))[1]
 
     def _turn(self, kind: tuple[str, ...] | None, embedded: torch.Tensor, packed: Packed) -> Turn:
         """How layers of this kind rotate; None: not at all."""
@@ -193,7 +193,7 @@ class _Layer:
     ) -> tuple[torch.Tensor, torch.Tensor, Source, Rounded | None]:
         """The residual stream with ``delta``; its norm in the form that the product reads, and where it is from."""
         (weight, eps), wants = self.norms[which], product.wants(s, fp8)
-        s, h, inverse = add_norm(s, delta, weight, eps, *wants, slope=self.goes_back(fp8))
+        s, h, inverse = add_norm(s, delta, weight, eps, *wants, slope=delta is not None and self.goes_back(fp8))
         return s, h, Source.norm(s, inverse, weight), wants.twin
 
     def behind_norm(self, which: int, delta: torch.Tensor, fp8: Eight) -> torch.Tensor:
