@@ -27,6 +27,7 @@ from fedweave.kernels import attention, power_of_two, products
 from fedweave.kernels.dropout import DropoutKeys
 from fedweave.kernels.lanes import Lanes, Setting, Target
 from fedweave.kernels.products import expand, expand_back, outer, reduce, reduce_back
+from fedweave.kernels.source import Source
 
 TRIED: dict[str, dict[str, tuple[int, ...]]] = {
     "reduce": {"COLUMNS": (64, 128), "num_warps": (4, 8), "num_stages": (3, 4)},
@@ -67,7 +68,7 @@ class Step:
         to_x, to_y, of_u = (sum(2 * t.numel() for t in parts) for parts in ((x, *a), (y, *b), (u,)))
 
         def factors() -> Any:
-            return outer(u, x, gu, y, self.factors, [None] * len(self.factors), targets, s)
+            return outer(u, Source.plain(x), gu, y, self.factors, [None] * len(self.factors), targets, s)
 
         yield "reduce", "u = dropout(x) Aᵀ", lambda: reduce(x, a, targets, s, gates), to_x + 2 * of_u
         yield "expand", "y += g ⊙ u B", lambda: expand(y, gu, b, targets, s), to_y + of_u + 2 * y.numel()
