@@ -13,7 +13,7 @@ from __future__ import annotations
 import argparse
 import itertools
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -25,8 +25,9 @@ from benchmarks.workload import DROPOUT, EXPERTS, RANK, SHAPES, Shape, make_clie
 from fedweave.backbone import packing
 from fedweave.kernels import attention, power_of_two, products
 from fedweave.kernels.dropout import DropoutKeys
-from fedweave.kernels.lanes import Lanes, Setting
-from fedweave.kernels.products import expand, outer, reduce, reduce_back
+from fedweave.kernels.lanes import Lanes, Setting, Target
+from fedweave.kernels.products import expand, expand_back, outer, reduce, reduce_back
+from fedweave.kernels.source import Source
 
 TRIED: dict[str, dict[str, tuple[int, ...]]] = {
     "reduce": {"COLUMNS": (64, 128), "num_warps": (4, 8), "num_stages": (3, 4)},
@@ -39,39 +40,46 @@ TRIED: dict[str, dict[str, tuple[int, ...]]] = {
 
 
 class Step:
-    """The experts' products of one adapted layer, n to ``width``, on one step's tokens."""
+    """The experts' products of layers that read one input, n to each of ``widths``, on one step's tokens."""
 
-    def __init__(self, n: int, width: int, lengths: list[int], device: torch.device):
+    def __init__(self, n: int, widths: Sequence[int], lengths: list[int], device: torch.device):
         tokens, rows = sum(lengths), EXPERTS * RANK
         keys = DropoutKeys.of(DROPOUT, list(range(len(lengths))), lengths, tokens, device)
         self.setting = Setting(Lanes.of(lengths, tokens, device), keys, 2.0, RANK)
+        starts = np.cumsum([0, *widths[:-1]]).tolist()
+        self.targets = [
+            Target(i, start, width) for i, (start, width) in enumerate(zip(starts, widths, strict=True))
+        ]
 
         def number(*shape: int) -> torch.Tensor:
             return torch.randn(*shape, device=device, dtype=torch.bfloat16)
 
-        self.x, self.y, self.u = number(tokens, n), number(tokens, width), number(tokens, rows)
-        self.a, self.b = number(len(lengths), rows, n), number(len(lengths), rows, width)
+        self.x, self.y, self.u = number(tokens, n), number(tokens, sum(widths)), number(len(widths), tokens, rows)
+        sizes = [rows * width for own in widths for width in (n, own)]
+        parts = number(len(lengths), sum(sizes)).split(sizes, 1)
+        self.factors = [part.unflatten(1, (rows, -1)) for part in parts]
         self.gates = torch.rand(tokens, EXPERTS, device=device).softmax(-1)
-        self.dgates = torch.zeros_like(self.gates)
         self.dx = torch.empty_like(self.x)
 
     def products(self) -> Iterator[tuple[str, str, Callable[[], Any], int]]:
         """(kernel, what it computes, call, bytes that it must move)."""
-        s, x, y, u, a, b = self.setting, self.x, self.y, self.u, self.a, self.b
-        size = {
-            name: t.numel() * t.element_size() for name, t in (("x", x), ("y", y), ("u", u), ("a", a), ("b", b))
-        }
-        gates, gu = self.gates, u.clone()
-        x_u, y_u = size["x"] + size["a"] + size["u"], size["y"] + size["b"] + size["u"]
+        s, targets, x, y, u, gates = self.setting, self.targets, self.x, self.y, self.u, self.gates
+        a, b, gu, dx = self.factors[::2], self.factors[1::2], u.clone(), self.dx
+        to_x, to_y, of_u = (sum(2 * t.numel() for t in parts) for parts in ((x, *a), (y, *b), (u,)))
 
         def factors() -> Any:
-            return outer(u, x, gu, y, (a, b), (None, None), s, 0)
+            return outer(u, Source.plain(x), gu, y, self.factors, [None] * len(self.factors), targets, s)
 
-        yield "reduce", "u = dropout(x) Aᵀ", lambda: reduce(x, a, s, 0, gates), x_u + size["u"]
-        yield "expand", "y += g ⊙ u B", lambda: expand(y, gu, b, s, 2.0), y_u + size["y"]
-        yield "reduce", "du = g ⊙ dy Bᵀ", lambda: reduce_back(y, b, u, s, gates, self.dgates), y_u + size["u"]
-        yield "outer", "duᵀ dropout(x), guᵀ dy", factors, x_u + y_u
-        yield "expand", "dx += dropout(du A)", lambda: expand(self.dx, u, a, s, 1.0, 0), x_u + size["x"]
+        yield "reduce", "u = dropout(x) Aᵀ", lambda: reduce(x, a, targets, s, gates), to_x + 2 * of_u
+        yield "expand", "y += g ⊙ u B", lambda: expand(y, gu, b, targets, s), to_y + of_u + 2 * y.numel()
+        yield "reduce", "du = g ⊙ dy Bᵀ", lambda: reduce_back(y, b, u, targets, s, gates, True), to_y + 2 * of_u
+        yield "outer", "duᵀ dropout(x), guᵀ dy", factors, to_x + to_y + 2 * of_u
+        yield (
+            "expand",
+            "dx += dropout(du A)",
+            lambda: expand_back(dx, u, a, targets, s, True),
+            (to_x + of_u + 2 * x.numel()),
+        )
 
 
 class Attending:
@@ -80,30 +88,34 @@ class Attending:
     def __init__(self, size: Shape, rows: list[np.ndarray], device: torch.device):
         self.packed = packing.pack([rows], device)
         assert self.packed.tiles is not None
-        self.launch = attention.Launch(self.packed.tiles, size.head_width**-0.5, None)
-
-        def number(heads: int) -> torch.Tensor:
-            return torch.randn(self.packed.tokens, heads, size.head_width, device=device, dtype=torch.bfloat16)
-
-        self.q, self.k, self.v, self.do = (
-            number(heads) for heads in (size.heads, size.kv_heads, size.kv_heads, size.heads)
-        )
+        angle = torch.rand(self.packed.tokens, size.head_width // 2, device=device) * 6
+        turn = tuple(torch.cat([f(angle)] * 2, 1).bfloat16() for f in (torch.cos, torch.sin))
+        self.launch = attention.Launch(self.packed.tiles, size.head_width**-0.5, None, (turn[0], turn[1]))
+        heads = size.heads, size.kv_heads, size.kv_heads
+        joint = torch.randn(self.packed.tokens, sum(heads), size.head_width, device=device, dtype=torch.bfloat16)
+        self.parts, self.slopes = joint.split(heads, 1), torch.empty_like(joint).split(heads, 1)
+        self.do = torch.randn_like(self.parts[0])
 
     def products(self) -> Iterator[tuple[str, str, Callable[[], Any], int]]:
-        """As ``Step.products``; flash attention under no kernel's name, since nothing of it can be tried."""
-        q, k, v, do = self.q, self.k, self.v, self.do
+        """As ``Step.products``; under no kernel's name where nothing can be tried."""
+        (q, k, v), do, launch, slopes = self.parts, self.do, self.launch, self.slopes
         wide, narrow, sums = q.numel() * 2, k.numel() * 2, q.shape[0] * q.shape[1] * 4
-        out, lse = self.launch.forward(q, k, v)
-        _, delta = self.launch.dq(q, k, v, out, lse, do)
-        yield "forward", "attention", lambda: self.launch.forward(q, k, v), 2 * wide + 2 * narrow + sums
-        yield "dq", "attention dq", lambda: self.launch.dq(q, k, v, out, lse, do), 4 * wide + 2 * narrow + 2 * sums
+        out, lse = launch.forward(q, k, v)
+        delta = launch.dq((q, k, v), out, lse, do, slopes[0])
+
+        def back() -> None:
+            launch.dkv((q, k, v), lse, delta, do, slopes[1], slopes[2])
+
+        yield "", "keys rotate", lambda: launch.turn_keys(k), 2 * narrow
+        yield "forward", "attention", lambda: launch.forward(q, k, v), 3 * wide + 2 * narrow + sums
         yield (
-            "dkv",
-            "attention dk, dv",
-            lambda: self.launch.dkv(q, k, v, lse, delta, do),
-            (2 * wide + 4 * narrow + 2 * sums),
+            "dq",
+            "attention dq",
+            lambda: launch.dq((q, k, v), out, lse, do, slopes[0]),
+            (4 * wide + 2 * narrow + 2 * sums),
         )
-        leaves = [x.detach().requires_grad_() for x in (q, k, v)]
+        yield "dkv", "attention dk, dv", back, 2 * wide + 4 * narrow + 2 * sums
+        leaves = [x.contiguous().requires_grad_() for x in (q, k, v)]
         elsewhere = replace(self.packed, tiles=None)
 
         def flash() -> torch.Tensor:
@@ -134,10 +146,12 @@ def measure(shape: str, device: torch.device, rate: float, others: bool) -> list
     rows = [[c.examples[i].ids for i in p[0]] for c, p in zip(clients, plan, strict=True)]
     lengths = [sum(map(len, lane)) for lane in rows]
     found = []
-    for width in (size.heads * size.head_width, size.kv_heads * size.head_width):  # q_proj and v_proj
-        for kernel, what, call, moved in Step(size.width, width, lengths, device).products():
+    q, v = size.heads * size.head_width, size.kv_heads * size.head_width
+    for name, widths in (("q and v", [q, v]), ("gate and up", [size.inner] * 2), ("down", [size.width])):
+        step = Step(size.inner if name == "down" else size.width, widths, lengths, device)
+        for kernel, what, call, moved in step.products():
             blocks = products.BLOCKS
-            found += trials(f"{shape} → {width}", what, call, moved / rate, blocks, kernel, others and kernel)
+            found += trials(f"{shape} {name}", what, call, moved / rate, blocks, kernel, others and kernel)
     wide = max(64, power_of_two(size.head_width))
     for kernel, what, call, moved in Attending(size, [r for lane in rows for r in lane], device).products():
         found += trials(shape, what, call, moved / rate, attention.BLOCKS.get(kernel, {}), wide, others and kernel)
@@ -165,7 +179,7 @@ def trials(
             if usual:
                 blocks[key] = usual
         found.append({"shape": shape, "call": what, **config, "us": us, "floor_us": 1e6 * floor})
-        print(f"  {shape:11s} {what:22s} {us:7.1f} µs, floor {1e6 * floor:5.1f}  {config}", flush=True)
+        print(f"  {shape:16s} {what:22s} {us:7.1f} µs, floor {1e6 * floor:5.1f}  {config}", flush=True)
     return found
 
 

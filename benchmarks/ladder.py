@@ -4,11 +4,14 @@
     python -m benchmarks.ladder --shapes 135m 0.5b 3b 8b --sweep   # the published figures (H200)
     python -m benchmarks.ladder --shapes 8b --fastest              # the last rungs and decoding alone
     python -m benchmarks.ladder --shapes 135m 3b --only decoding   # decoding alone
+    python -m benchmarks.ladder --shapes 135m 3b --fastest --only 'recorded|8 bits|every linear layer(, kernels|$)'
 
 One round is 20 clients × 10 steps × batch 8 with M = 4 experts of rank 8 (on a CPU: 2 × 1 × 4). The PEFT loops are
 timed on a few clients and scaled to all: clients come one after another there, so time is proportional. The last
 rungs are the fastest one with products in 8 bits, with less memory (layers that run twice, weights that stay in 4
-bits) and with experts on every linear layer. On a GPU memory stands beside what ``fedweave budget`` predicts.
+bits) and with experts on every linear layer; on a GPU three of them once more with kernels apart that have become
+one: experts of layers that read one input, rotary positions and attention, rounding to 8 bits and what comes before
+it. There memory stands beside what ``fedweave budget`` predicts.
 Decoding is measured with these experts, and with 32 on every linear layer.
 """
 
@@ -20,6 +23,7 @@ import json
 import platform
 import re
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
@@ -49,9 +53,24 @@ from benchmarks.workload import (
     real_tokens,
     schedules,
 )
+from fedweave.backbone import packing
 from fedweave.backbone.load import Backbone
 from fedweave.experts.layout import AdapterLayout
+from fedweave.kernels import experts as expert_kernels
+from fedweave.kernels import fp8 as fp8_kernels
 from fedweave.training.batch import ClientData, Lane
+
+
+@contextmanager
+def kernels_apart() -> Iterator[None]:
+    """In here every layer's experts are launched for themselves, rotary positions and rounding are passes of their
+    own."""
+    before = expert_kernels.TOGETHER, packing.JOINT, fp8_kernels.WITHIN
+    expert_kernels.TOGETHER, packing.JOINT, fp8_kernels.WITHIN = 1, False, False
+    try:
+        yield
+    finally:
+        expert_kernels.TOGETHER, packing.JOINT, fp8_kernels.WITHIN = before
 
 
 class Bench:
@@ -138,6 +157,7 @@ class Bench:
         checkpointing: Literal["on", "off"] = "off",
         four_bits: bool = False,
         fp8: Literal["off", "forward", "both"] = "off",
+        apart: bool = False,
     ) -> None:
         """FedWeave's trainer with some of its means switched off."""
         few = min(timed or len(clients), len(clients))
@@ -164,7 +184,8 @@ class Bench:
             trainer.release()
             return spent * len(clients) / few
 
-        self.record(name, tokens, measure, more)
+        with kernels_apart() if apart else nullcontext():
+            self.record(name, tokens, measure, more)
 
     @staticmethod
     @torch.no_grad()
@@ -185,12 +206,16 @@ class Bench:
         best = partial(self.ours, clients=clients, plan=plan, tokens=tokens, fused=True, graphs=self.gpu)
         best("+ recorded steps, where they pay" if self.gpu else "+ fused operations")
         if self.gpu:
+            best("+ recorded steps, where they pay, kernels apart", apart=True)
             best("the same, forward products in 8 bits", fp8="forward")
             best("the same, all products with frozen weights in 8 bits", fp8="both")
+            best("the same, all products with frozen weights in 8 bits, kernels apart", fp8="both", apart=True)
         best("the same, layers run twice", checkpointing="on")
         best("the same, 4-bit weights", four_bits=True)
         best("the same, 4-bit weights, layers run twice", four_bits=True, checkpointing="on")
         best("the same, experts on every linear layer", targets=EVERY)
+        if self.gpu:
+            best("the same, experts on every linear layer, kernels apart", targets=EVERY, apart=True)
         best("the same, experts on every linear layer, layers run twice", targets=EVERY, checkpointing="on")
         base = next((r["seconds"] for r in self.rows if r["name"].startswith("PEFT soft") and "seconds" in r), None)
         for row in self.rows:

@@ -29,11 +29,12 @@ from benchmarks.workload import (
 from fedweave.backbone import packing
 
 KINDS = {  # the first that a kernel's name contains
-    "attention": ("_attend", "flash", "fmha"),
-    "experts": ("_reduce_kernel", "_expand_kernel", "_outer_kernel"),
+    "attention": ("attend_", "flash", "fmha"),
+    "experts": ("lane_",),
     "norms": ("_norm",),
     "gated unit": ("_gated",),
-    "rotary positions": ("_rotary",),
+    "rotary positions": ("_rotary", "turn_keys"),
+    "rounding to 8 bits": ("_round_kernel",),
     "cross-entropy": ("_entropy",),
     "products with frozen weights": ("nvjet", "gemm", "cutlass", "cublas"),
     "optimiser": ("FusedAdam", "multi_tensor"),

@@ -5,9 +5,11 @@ import torch
 
 from fedweave.backbone.decoder import FAMILIES as FUSED
 from fedweave.experts.layout import AdapterLayout
+from fedweave.experts.mixture import Mixture
 from fedweave.router.mlp import RouterLayout
+from fedweave.training.batch import build_batch
 from tests.conftest import FAMILIES
-from tests.helpers import make_lanes, make_trainer
+from tests.helpers import make_lanes, make_trainer, random_theta
 
 ALL = ("all-linear",)
 
@@ -43,3 +45,33 @@ def test_any_list_of_layers(backbone_of, targets, smooth_optimiser):
     lanes = make_lanes(fused, layout, router, clients=2, steps=2)
     for mine, theirs in zip(*(train(b, targets, lanes, layout, router) for b in (fused, plain)), strict=True):
         torch.testing.assert_close(mine.delta_theta, theirs.delta_theta, atol=2e-5, rtol=1e-4)
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma3"])
+def test_behind_the_last_attention_there_are_only_rows_that_somebody_reads(backbone_of, family, monkeypatch):
+    backbone = backbone_of(family)
+    layout = AdapterLayout.of(backbone.linear_layers(ALL), 4, 2)
+    lanes = make_lanes(backbone, layout, None, clients=3, steps=1)
+    batch = build_batch(lanes, 0, 0.2, backbone.device)
+    mixture = Mixture(backbone.linear_layers(ALL), layout, 8)
+    weights = layout.views(torch.stack([random_theta(layout, seed) for seed in range(3)]))
+    gates = torch.rand(1, batch.packed.tokens, 2).requires_grad_()
+    seen: list[int] = []
+
+    def counted(product, x, *rest):
+        if product is backbone.decoder.layers[-1].down:
+            seen.append(len(x))
+        return called(product, x, *rest)
+
+    called = type(backbone.decoder.layers[0].down).__call__
+    monkeypatch.setattr(type(backbone.decoder.layers[0].down), "__call__", counted)
+    found = []
+    for read in (batch.read, None):
+        with mixture.active(weights, gates, batch.packed.lanes, batch.dropout):
+            hidden = backbone.hidden(batch.packed, read=read)
+        hidden = hidden if read else batch.read.of(hidden)
+        found.append((hidden, *torch.autograd.grad(hidden.square().sum(), gates)))
+    mixture.detach()
+    assert seen == [len(batch.read.index), batch.packed.tokens] and seen[0] < seen[1]
+    for one, other in zip(*found, strict=True):
+        torch.testing.assert_close(one, other, atol=1e-4, rtol=1e-4)

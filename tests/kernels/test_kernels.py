@@ -7,17 +7,19 @@ from __future__ import annotations
 
 import weakref
 from contextlib import nullcontext
+from unittest.mock import patch
 
 import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
 
-from fedweave.kernels import again, entropy, experts, fused, layer, rotary
-from fedweave.kernels.attention import sequence_tiles, short_attention
+from fedweave.kernels import again, entropy, experts, fused, gated, layer, product_kernels, rotary
+from fedweave.kernels.attention import rotated_attention, sequence_tiles, short_attention
 from fedweave.kernels.dropout import DropoutKeys, keep_mask
 from fedweave.kernels.experts import add_experts
 from fedweave.kernels.lanes import Lanes, Setting, Target
+from fedweave.kernels.source import Source
 from tests.kernels.conftest import DEVICE
 
 
@@ -45,27 +47,41 @@ def test_add_norm(version, width):
         s = x + delta
         return s, weight * s * torch.rsqrt(s.square().mean(-1, keepdim=True) + 1e-5)
 
-    same(layer.add_norm(x, delta, weight, 1e-5), written_out(x, delta), [x, delta])
+    same(layer.add_norm(x, delta, weight, 1e-5)[:2], written_out(x, delta), [x, delta])
     same(layer.add_norm(x, delta, weight, 1e-5)[1], written_out(x, delta)[1], [x, delta])
     same(layer.add_norm(x, None, weight, 1e-5)[1], written_out(x, 0)[1], [x])
 
 
-def test_a_norm_computed_again(version):
-    """The gradient is the same, and h is freed after the forward pass: only s is kept."""
-    x, delta, weight = leaf(7, 48), leaf(7, 48, seed=1), leaf(48, seed=2).detach()
-    other = leaf(7, 48, seed=3)
-    gone = []
+@pytest.mark.parametrize("kind", ["norm", "silu", "gelu"])
+def test_an_input_that_is_made_of_what_is_kept(version, kind):
+    """The experts' gradients are those of the input itself, which is freed after the forward pass."""
+    lengths, tokens, n, rank = [70, 60], 135, 40, 4
+    keys = DropoutKeys.of(0.25, [1, 2], lengths, tokens, DEVICE)
+    setting = Setting(Lanes.of(lengths, tokens, DEVICE), keys, 2.0, rank)
+    targets, direction = [Target(0, 0, 24), Target(1, 24, 8)], leaf(tokens, 32, seed=3).detach()
+    weight, factors = leaf(32, n, seed=1).detach(), parts_of_one([n, 24, n, 8], rank, lanes=2)
+    stream, scale = leaf(tokens, n if kind == "norm" else 2 * n), leaf(n, seed=2).detach()
 
-    def product(again: bool):
-        s, h = layer.add_norm(x, delta, weight, 1e-5)
-        with layer.computed_again(h, lambda: layer.norm(s.detach(), weight, 1e-5)) if again else nullcontext():
-            out = h.view(-1, 48) * other  # its gradient for ``other`` is h
-        gone.append(weakref.ref(h.untyped_storage()))
-        return s, out
+    def learned(again: bool):
+        if kind == "norm":
+            s, x, inverse = layer.add_norm(stream, None, scale, 1e-5)
+            source = Source.norm(s, inverse, scale)
+        else:
+            x, source = gated.gated_unit(stream, kind == "gelu"), Source.gated(stream, kind == "gelu")
+        out = add_experts(
+            (x @ weight.T).detach(), x, None, targets, factors, setting, weight, source if again else None
+        )
+        freed = weakref.ref(x.untyped_storage())
+        del x
+        used = sum(lengths)
+        return freed() is None, torch.autograd.grad((out * direction)[:used].sum(), [stream, *factors])
 
-    same(product(again=True), product(again=False), [x, delta, other])
-    mine, theirs = product(again=True), product(again=False)
-    assert gone[2]() is None and gone[3]() is not None and len(mine) == len(theirs)
+    (freed, mine), (other, theirs) = learned(again=True), learned(again=False)
+    assert freed and not other
+    for one, two in zip(mine, theirs, strict=True):
+        torch.testing.assert_close(
+            one[: 130 if len(one) == tokens else None], two[: 130 if len(two) == tokens else None]
+        )
 
 
 def test_a_part_that_runs_again(version):
@@ -74,12 +90,12 @@ def test_a_part_that_runs_again(version):
     runs = []
 
     def part(x):
-        m = layer.gated_unit(torch.cat([x, x], 1) * other)
+        m = gated.gated_unit(torch.cat([x, x], 1) * other)
         runs.append(torch.is_grad_enabled())
         return again.unread_product(m, weight) if runs[-1] else m @ weight.T
 
     def plainly(x):
-        return layer.gated_unit(torch.cat([x, x], 1) * other) @ weight.T
+        return gated.gated_unit(torch.cat([x, x], 1) * other) @ weight.T
 
     direction, grads = leaf(6, 24, seed=3).detach(), []
     for run in (lambda: again.run_again(part, x), lambda: plainly(x)):
@@ -96,7 +112,7 @@ def test_gated_unit(version, gelu):
     both = leaf(5, 2 * 1100)
     gate, up = both[:, :1100], both[:, 1100:]
     activated = F.gelu(gate, approximate="tanh") if gelu else F.silu(gate)
-    same(layer.gated_unit(both, gelu), activated * up, [both])
+    same(gated.gated_unit(both, gelu), activated * up, [both])
 
 
 @pytest.mark.parametrize("normed", [False, True])
@@ -132,22 +148,36 @@ def test_entropy_and_slope(version, softcap):
     assert entropy.entropy_and_slope(logits.detach().clone(), targets, softcap, False)[1] is None
 
 
-@pytest.mark.parametrize(("experts", "rate"), [(3, 0.0), (3, 0.25), (1, 0.25), (0, 0.0)])
-def test_add_experts(version, experts, rate):
-    """Three lanes of unequal length with rows of nobody behind them; two targets in one product's columns."""
+def parts_of_one(widths: list[int], rows: int, lanes: int = 3) -> list[torch.Tensor]:
+    """The lanes' factors as in training: parts of one matrix."""
+    whole = leaf(lanes, rows * sum(widths), seed=3).detach()
+    return [
+        part.unflatten(1, (rows, -1)).requires_grad_()
+        for part in whole.split([rows * width for width in widths], 1)
+    ]
+
+
+@pytest.mark.parametrize(
+    ("experts", "rate", "layers"), [(3, 0.0, 2), (3, 0.25, 3), (1, 0.25, 1), (0, 0.0, 2), (0, 0.25, 3)]
+)
+def test_add_experts(version, experts, rate, layers):
+    """Three lanes of unequal length with rows of nobody behind them; some targets in one product's columns."""
     lengths, tokens, n, rank = [70, 3, 130], 210, 40, 4
     own = Lanes.of(lengths, tokens, DEVICE)
     rows = max(experts, 1) * rank
     keys = DropoutKeys.of(rate, [1, 2, 3], lengths, tokens, DEVICE) if rate else None
-    setting, targets = Setting(own, keys, 2.0, rank), [Target(0, 0, 24), Target(5, 30, 72)]
+    setting, targets = (
+        Setting(own, keys, 2.0, rank),
+        [Target(0, 0, 24), Target(5, 30, 72), Target(6, 102, 8)][:layers],
+    )
     y, x = leaf(tokens, 110), leaf(tokens, n, seed=1)
     gates = leaf(tokens, experts, seed=2) if experts else None
-    factors = [leaf(3, rows, width, seed=3 + i) for i, width in enumerate((n, 24, n, 72))]
+    factors = parts_of_one([width for target in targets for width in (n, target.width)], rows)
     used = sum(lengths)
 
     def written_out():
         columns = list(y[:used].split([24, 6, 72, 8], 1))
-        for place, target, a, b in zip((0, 2), targets, factors[::2], factors[1::2], strict=True):
+        for place, target, a, b in zip((0, 2, 3), targets, factors[::2], factors[1::2], strict=False):
             dropped = x * keep_mask(keys, n, target.index) / (1 - rate) if keys else x
             parts = []
             for k, part in enumerate(dropped[:used].split(lengths)):
@@ -168,6 +198,41 @@ def test_add_experts(version, experts, rate):
     for a, b in zip(got, want, strict=True):
         rows_of_lanes = slice(0, used) if a.shape[0] == tokens else slice(None)
         torch.testing.assert_close(a[rows_of_lanes], b[rows_of_lanes], atol=1e-3, rtol=1e-3)
+
+
+def test_layers_that_read_one_input_share_every_launch(version, monkeypatch):
+    """Three layers' experts are five launches, and learn what they learn with launches of their own."""
+    if version == "plain":
+        pytest.skip("launches are Triton's")
+    lengths, tokens, n, rank = [70, 3, 130], 210, 40, 4
+    setting = Setting(Lanes.of(lengths, tokens, DEVICE), None, 2.0, rank)
+    targets = [Target(0, 0, 24), Target(1, 24, 72), Target(2, 96, 8)]
+    x, gates, factors = leaf(tokens, n), leaf(tokens, 2, seed=2), parts_of_one([n, 24, n, 72, n, 8], 2 * rank)
+    launches: list[str] = []
+
+    class Counted:
+        def __init__(self, name: str, kernel: object):
+            self.name, self.kernel = name, kernel
+
+        def __getitem__(self, grid: tuple[int, ...]) -> object:
+            launches.append(self.name)
+            return self.kernel[grid]
+
+    for name in [name for name in vars(product_kernels) if name.startswith("lane_")]:
+        monkeypatch.setattr(product_kernels, name, Counted(name, getattr(product_kernels, name)))
+
+    def learned() -> tuple[int, list[torch.Tensor]]:
+        launches.clear()
+        y = add_experts(torch.zeros(tokens, 104, device=DEVICE), x, gates, targets, factors, setting)
+        grads = torch.autograd.grad(y[: sum(lengths)].square().sum(), [gates, *factors])
+        return len(launches), [y[: sum(lengths)].detach(), *grads]
+
+    together, mine = learned()
+    monkeypatch.setattr(experts, "TOGETHER", 1)
+    apart, theirs = learned()
+    assert (together, apart) == (5, 15)
+    for one, other in zip(mine, theirs, strict=True):
+        torch.testing.assert_close(one, other, atol=1e-4, rtol=1e-4)
 
 
 @pytest.mark.filterwarnings("ignore:grad and param")
@@ -212,6 +277,19 @@ def test_experts_on_a_few_rows(version, tokens, n, width, gated):
     torch.testing.assert_close(joint, expected, atol=2e-4, rtol=2e-4)
 
 
+def attended(q, k, v, lengths, softcap):
+    """Attention within sequences, written out: q, k and v [T, heads, D]."""
+    heads = q.shape[1]
+    outs = []
+    for part in zip(*(x.split(lengths.tolist()) for x in (q, k, v)), strict=True):
+        a, b, c = (x.repeat_interleave(heads // x.shape[1], 1).transpose(0, 1) for x in part)  # [heads, n, D]
+        scores = a @ b.transpose(1, 2) * 0.3
+        scores = scores if softcap is None else softcap * torch.tanh(scores / softcap)
+        hidden = torch.ones(scores.shape[1:], dtype=torch.bool, device=DEVICE).triu(1)
+        outs.append((scores.masked_fill(hidden, float("-inf")).softmax(-1) @ c).transpose(0, 1))
+    return torch.cat(outs)
+
+
 @pytest.mark.parametrize("softcap", [None, 3.0])
 @pytest.mark.parametrize(("heads", "kv_heads", "width"), [(4, 2, 16), (3, 3, 24)])
 def test_attention_within_short_sequences(heads, kv_heads, width, softcap):
@@ -223,15 +301,20 @@ def test_attention_within_short_sequences(heads, kv_heads, width, softcap):
     tiles = torch.from_numpy(sequence_tiles(lengths, tokens)).to(DEVICE)
     q, v = leaf(tokens, heads, width), leaf(tokens, kv_heads, width, seed=2)
     k = leaf(kv_heads, tokens, width, seed=1)
+    expected = attended(q, k.transpose(0, 1), v, lengths, softcap)
+    same(short_attention(q, k.transpose(0, 1), v, tiles, 0.3, softcap), expected, [q, k, v])
 
-    def written_out(q, k, v):
-        outs = []
-        for part in zip(*(x.split(lengths.tolist()) for x in (q, k.transpose(0, 1), v)), strict=True):
-            a, b, c = (x.repeat_interleave(heads // x.shape[1], 1).transpose(0, 1) for x in part)  # [heads, n, D]
-            scores = a @ b.transpose(1, 2) * 0.3
-            scores = scores if softcap is None else softcap * torch.tanh(scores / softcap)
-            hidden = torch.ones(scores.shape[1:], dtype=torch.bool, device=DEVICE).triu(1)
-            outs.append((scores.masked_fill(hidden, float("-inf")).softmax(-1) @ c).transpose(0, 1))
-        return torch.cat(outs)
 
-    same(short_attention(q, k.transpose(0, 1), v, tiles, 0.3, softcap), written_out(q, k, v), [q, k, v])
+@pytest.mark.parametrize(("softcap", "width"), [(None, 32), (3.0, 16)])
+def test_attention_that_rotates(softcap, width):
+    """Rotary positions and attention of one joint product, whose gradient is joint as well."""
+    if not fused(torch.zeros(1, device=DEVICE)):
+        pytest.skip("needs a CUDA device (or TRITON_INTERPRET=1 and triton)")
+    lengths = np.array([5, 0, 64, 1, 150, 63])
+    tokens = int(lengths.sum())
+    tiles = torch.from_numpy(sequence_tiles(lengths, tokens)).to(DEVICE)
+    qkv, angle = leaf(tokens, (4 + 2 * 2) * width), torch.rand(tokens, width // 2, device=DEVICE) * 6
+    cos, sin = (torch.cat([f(angle)] * 2, 1) for f in (torch.cos, torch.sin))
+    with patch.object(rotary, "fused", lambda x: False):
+        expected = attended(*rotary.rotate(qkv, cos, sin, 4, 2), lengths, softcap)
+    same(rotated_attention(qkv * 1, cos, sin, 2, tiles, 0.3, softcap), expected, [qkv])

@@ -13,7 +13,7 @@ from fedweave.experts.layout import AdapterLayout
 from fedweave.router.mlp import RouterLayout
 from fedweave.training.batch import Capacity, build_batch
 from fedweave.training.graphs import levels
-from fedweave.training.lockstep import LaneGroup, clip_lanes
+from fedweave.training.lockstep import LaneGroup, Trainable, clip_lanes, clipping
 from tests.helpers import TARGETS, make_lanes, make_trainer
 
 pytestmark = pytest.mark.usefixtures("smooth_optimiser")
@@ -107,6 +107,19 @@ def test_clipping_is_per_lane_and_joint_over_experts_and_router():
     assert norm.tolist() == pytest.approx([5.0, 0.05])
     assert experts.tolist()[0] == pytest.approx([0.6, 0.0], rel=1e-5) and router[0].item() == pytest.approx(0.8)
     assert experts[1, 0].item() == pytest.approx(0.03) and router[1, 0].item() == pytest.approx(0.04)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_gradients_are_masked_clipped_and_widened_in_one_pass(dtype):
+    """In half precision they are read as they lie; what does not train has no part in a lane's norm."""
+    mask = torch.tensor([[True, True, False], [True, True, True]])
+    rows = Trainable((2, 3), torch.device("cpu"), dtype, lambda x: [{"A": x}], mask)
+    rows.copy_grad.copy_(torch.tensor([[3.0, 4.0, 100.0], [0.5, 0.0, 0.0]]))
+    norm, factor = clipping([rows.masked()], limit=1.0)
+    assert norm.dtype == torch.float32 and norm.tolist() == pytest.approx([5.0, 0.5])
+    found = rows.collect(factor)
+    assert found is rows.master.grad and found.dtype == torch.float32
+    torch.testing.assert_close(found, torch.tensor([[0.6, 0.8, 0.0], [0.5, 0.0, 0.0]]), atol=1e-5, rtol=1e-5)
 
 
 @pytest.mark.parametrize(

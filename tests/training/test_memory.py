@@ -9,7 +9,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from benchmarks.workload import Shape, backbone_of, make_clients, make_training, random_model, schedules
-from fedweave.backbone import decoder, packing
+from fedweave.backbone import packing
 from fedweave.kernels import Context
 from fedweave.training.batch import build_batch
 from fedweave.training.fit import step_memory
@@ -65,8 +65,7 @@ def test_what_a_layer_keeps(fused, targets, monkeypatch):
         shape = Shape(**{**vars(SHAPE), "layers": layers})
         backbone = backbone_of(random_model(shape, torch.device("cpu"), torch.float32), fused)
         clients = make_clients(shape, 2, 8)
-        for module in (decoder, packing):
-            monkeypatch.setattr(module, "attend", lambda q, k, v, *rest: KeepsWhatTheKernelKeeps.apply(q, k, v))
+        monkeypatch.setattr(packing, "attend", lambda q, k, v, *rest: KeepsWhatTheKernelKeeps.apply(q, k, v))
         trainer, lanes = make_training(backbone, clients, schedules(clients, 1, 8), False, targets)
         memory = step_memory(backbone, trainer.mixture.layout)
         group = LaneGroup(trainer, len(lanes), masked=False)

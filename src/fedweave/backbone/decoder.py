@@ -1,6 +1,6 @@
 """The frozen decoder of Llama-type models, run layer by layer through fused operations.
 
-    s, h = add_norm(s, delta)        q, k, v = rotate(h [Wq Wk Wv])      delta = attention(q, k, v) Wo
+    s, h = add_norm(s, delta)        a = attend_rotated(h [Wq Wk Wv])    delta = a Wo
     s, h = add_norm(s, delta)        m = gated_unit(h [Wg Wu])           delta = m Wd
 
 It computes what transformers' own layers compute. Products that read the same input are one product; what lies
@@ -22,14 +22,19 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import torch
 
-from fedweave.backbone.packing import Packed, attend
+from fedweave.backbone.packing import Packed, attend_rotated
 from fedweave.backbone.quantised import QuantisedLinear
-from fedweave.experts.mixture import carries_experts, run_layer_again, with_experts, with_own_gates
+from fedweave.experts.mixture import carries_experts, reading, run_layer_again, with_experts, with_own_gates
+from fedweave.kernels import fp8 as kernels_fp8
+from fedweave.kernels import fused
 from fedweave.kernels.again import unread_product
-from fedweave.kernels.fp8 import EightBit
-from fedweave.kernels.frozen import Resident, Weight, linear
-from fedweave.kernels.layer import add_norm, computed_again, gated, gated_unit, norm
-from fedweave.kernels.rotary import HeadNorms, rotate
+from fedweave.kernels.fp8 import EightBit, room_for
+from fedweave.kernels.frozen import Resident, Rounded, Weight, linear
+from fedweave.kernels.gated import gated_product, gated_unit
+from fedweave.kernels.lanes import Rows
+from fedweave.kernels.layer import add_norm
+from fedweave.kernels.rotary import HeadNorms
+from fedweave.kernels.source import Source
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel
@@ -48,6 +53,7 @@ class _Given(NamedTuple):
     packed: Packed
     turn: Turn
     fp8: Eight
+    read: Rows | None = None  # rows that somebody reads of the layer's output; None: all
 
 
 class Decoder:
@@ -69,19 +75,22 @@ class Decoder:
             and all(_plain(layer.mlp.down_proj, model.dtype) for layer in model.base_model.layers)
         )
 
-    def hidden(self, packed: Packed, again: bool = False, fp8: Eight = "off") -> torch.Tensor:
-        """Last hidden states after the final norm, [T, d]; with ``again`` layers keep their inputs alone."""
+    def hidden(
+        self, packed: Packed, again: bool = False, fp8: Eight = "off", read: Rows | None = None
+    ) -> torch.Tensor:
+        """Last hidden states after the final norm, [T, d] or those that are ``read`` [n, d]; with ``again`` layers
+        keep their inputs alone."""
         embedded = self.base.embed_tokens(packed.ids)  # [1, T, d]
         turns = {layer.turn: self._turn(layer.turn, embedded, packed) for layer in self.layers}
         s, delta = embedded[0], None
         for layer in self.layers:
-            given = _Given(packed, turns[layer.turn], fp8)
+            given = _Given(packed, turns[layer.turn], fp8, read if layer is self.layers[-1] else None)
             if again and torch.is_grad_enabled():
                 s = run_layer_again(layer.linears, partial(layer.summed, given=given), s)
             else:
                 with with_own_gates(layer.linears):
                     s, delta = layer(s, delta, given)
-        return add_norm(s, delta, *self.norm)[1]
+        return add_norm(s, delta, *self.norm, slope=delta is not None and self.layers[-1].goes_back(fp8))[1]
 
     def _turn(self, kind: tuple[str, ...] | None, embedded: torch.Tensor, packed: Packed) -> Turn:
         """How layers of this kind rotate; None: not at all."""
@@ -145,17 +154,33 @@ class _Layer:
         given: _Given,
         unread: bool = False,  # whether nobody reads the last product
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        s, qkv = self.normed(self.norms[0], s, delta, self.qkv, given.fp8)
-        q, k, v = rotate(qkv, *given.turn, self.heads, self.kv_heads, self.head_norms)  # [T, heads, D]
-        attended = attend(q, k, v, given.packed, self.scaling, self.window, self.softcap)
-        delta = self.out(attended.flatten(1), given.fp8)
-        if self.behind:
-            delta = add_norm(delta, None, *self.behind[0])[1]
-        s, gate_up = self.normed(self.norms[1], s, delta, self.gate_up, given.fp8)
-        m, both = gated_unit(gate_up, self.gelu), gate_up.detach()
-        with computed_again(m, lambda: gated(both, self.gelu)):
-            delta = self.down(m, given.fp8, unread and not self.behind)
-        return s, add_norm(delta, None, *self.behind[1])[1] if self.behind else delta
+        fp8 = given.fp8
+        s, h, source, twin = self.normed(0, s, delta, self.qkv, fp8)
+        qkv = self.qkv(h, fp8, source, twin)
+        attended = attend_rotated(
+            qkv, given.turn, self.heads, self.kv_heads, given.packed,
+            self.scaling, self.window, self.softcap, self.head_norms,
+        )  # fmt: skip
+        attended = attended.flatten(1)
+        if given.read is not None:  # behind the last attention nobody looks at other tokens
+            s, attended = given.read.of(s), given.read.of(attended)
+        with reading(self.linears, given.read):
+            delta = self.behind_norm(0, self.out(attended, fp8), fp8)
+            return self.mlp(s, delta, fp8, unread)
+
+    def mlp(
+        self, s: torch.Tensor, delta: torch.Tensor, fp8: Eight, unread: bool
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """The second half of a layer."""
+        s, h, source, twin = self.normed(1, s, delta, self.gate_up, fp8)
+        to_down = self.down.wants(s, fp8)
+        if twin is not None and not self.gate_up.carries_experts:
+            both, m = gated_product(h, self.gate_up.rounded(fp8), self.gate_up.bias, self.gelu, twin, *to_down)
+        else:
+            both = self.gate_up(h, fp8, source, twin)
+            m = gated_unit(both, self.gelu, *to_down)
+        delta = self.down(m, fp8, Source.gated(both, self.gelu), to_down.twin, unread and not self.behind)
+        return s, self.behind_norm(1, delta, fp8)
 
     def summed(self, s: torch.Tensor, given: _Given) -> torch.Tensor:
         """The stream with this layer's contribution: one tensor to keep instead of two. Where the layer runs again
@@ -163,15 +188,31 @@ class _Layer:
         s, delta = self(s, None, given, unread=torch.is_grad_enabled())
         return s + delta
 
-    @staticmethod
     def normed(
-        rms: _Norm, s: torch.Tensor, delta: torch.Tensor | None, product: _Joined, fp8: Eight
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """The residual stream with ``delta``, and the product of its norm, which is not kept."""
-        s, h = add_norm(s, delta, *rms)
-        stream = s.detach()
-        with computed_again(h, lambda: norm(stream, *rms)):
-            return s, product(h, fp8)
+        self, which: int, s: torch.Tensor, delta: torch.Tensor | None, product: _Joined, fp8: Eight
+    ) -> tuple[torch.Tensor, torch.Tensor, Source, Rounded | None]:
+        """The residual stream with ``delta``; its norm in the form that the product reads, and where it is from."""
+        (weight, eps), wants = self.norms[which], product.wants(s, fp8)
+        s, h, inverse = add_norm(s, delta, weight, eps, *wants, slope=delta is not None and self.goes_back(fp8))
+        return s, h, Source.norm(s, inverse, weight), wants.twin
+
+    def behind_norm(self, which: int, delta: torch.Tensor, fp8: Eight) -> torch.Tensor:
+        return add_norm(delta, None, *self.behind[which], slope=_round_back(fp8))[1] if self.behind else delta
+
+    def goes_back(self, fp8: Eight) -> bool:
+        """Whether the gradient of what is added to the stream goes into a product in 8 bits next."""
+        return _round_back(fp8) and not self.behind
+
+
+def _round_back(fp8: Eight) -> bool:
+    return fp8 == "both" and kernels_fp8.WITHIN
+
+
+class _Wants(NamedTuple):
+    """In what form a product reads its input."""
+
+    twin: Rounded | None  # room for it in 8 bits
+    plain: bool  # whether it is read as it is, too
 
 
 class _Joined:
@@ -200,17 +241,40 @@ class _Joined:
         return weight
 
     def _in(self, fp8: Eight) -> Weight:
-        """The weight in 8 bits where that is asked for and can be, rounded when it is first asked for."""
+        """The weight in 8 bits where that is asked for and can be."""
         if fp8 == "off" or not isinstance(self.weight, torch.Tensor) or not EightBit.fits(self.weight):
             return self.weight
+        return self.rounded(fp8)
+
+    def rounded(self, fp8: Eight) -> EightBit:
+        """Rounded when it is first asked for."""
+        assert isinstance(self.weight, torch.Tensor)
         if fp8 not in self._rounded:
             self._rounded[fp8] = EightBit(self.weight, fp8 == "both")
         return self._rounded[fp8]
 
-    def __call__(self, x: torch.Tensor, fp8: Eight, unread: bool = False) -> torch.Tensor:
+    @property
+    def carries_experts(self) -> bool:
+        return carries_experts(self.layers)
+
+    def wants(self, like: torch.Tensor, fp8: Eight) -> _Wants:
+        """Of an input with as many rows as ``like``."""
         weight = self._in(fp8)
-        if not carries_experts(self.layers):
-            return unread_product(x, weight) if unread else linear(x, weight, self.bias)
+        if not isinstance(weight, EightBit) or not kernels_fp8.WITHIN or not fused(like):
+            return _Wants(None, True)
+        return _Wants(room_for((len(like), weight.shape[1]), like.device), self.carries_experts)
+
+    def __call__(
+        self,
+        x: torch.Tensor,
+        fp8: Eight,
+        source: Source | None = None,
+        twin: Rounded | None = None,
+        unread: bool = False,
+    ) -> torch.Tensor:
+        weight = self._in(fp8)
+        if not self.carries_experts:
+            return unread_product(x, weight) if unread else linear(x, weight, self.bias, twin)
         with torch.no_grad():
-            y = x.new_empty(len(x), len(weight)) if unread else linear(x, weight, self.bias)
-        return with_experts(y, x, self.layers, weight)
+            y = x.new_empty(len(x), len(weight)) if unread else linear(x, weight, self.bias, twin)
+        return with_experts(y, x, self.layers, weight, source)

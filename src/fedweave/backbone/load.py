@@ -29,6 +29,7 @@ from fedweave.backbone.weights import load_model, weights_hash
 from fedweave.config import BackboneConfig
 from fedweave.errors import UserError, first_line
 from fedweave.kernels.frozen import Weight, times
+from fedweave.kernels.lanes import Rows
 
 NOTES = {"nf4": "its linear layers in 4 bits (NF4)", "nf4-double": "its linear layers in 4 bits (NF4, double)"}
 
@@ -132,12 +133,18 @@ class Backbone:
         return self.softcap * torch.tanh(logits / self.softcap) if self.softcap else logits
 
     def hidden(
-        self, packed: Packed, cache: Cache | None = None, again: bool = False, fp8: Eight = "off"
+        self,
+        packed: Packed,
+        cache: Cache | None = None,
+        again: bool = False,
+        fp8: Eight = "off",
+        read: Rows | None = None,
     ) -> torch.Tensor:
-        """Last hidden states after the final norm, [T, d]; a cache keeps every layer's keys and values. ``again``:
-        a layer keeps its input alone for the backward pass, and runs a second time there."""
+        """Last hidden states after the final norm, [T, d] or those that are ``read`` [n, d]; a cache keeps every
+        layer's keys and values. ``again``: a layer keeps its input alone for the backward pass, and runs a second
+        time there."""
         if self.decoder is not None and cache is None:
-            return self.decoder.hidden(packed, again, fp8)
+            return self.decoder.hidden(packed, again, fp8, read)
         with self._library.running(again):
             out = self.model.base_model(
                 input_ids=packed.ids,
@@ -146,7 +153,8 @@ class Backbone:
                 use_cache=cache is not None,
                 packed=packed,
             )
-        return out.last_hidden_state[0]
+        hidden = out.last_hidden_state[0]
+        return hidden if read is None else read.of(hidden)
 
     def next_hidden(self, ids: torch.Tensor, positions: torch.Tensor, cache: Cache) -> torch.Tensor:
         """One decoding step: newest tokens [rows] at their positions [rows] to hidden states [rows, d]."""

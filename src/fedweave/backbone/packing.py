@@ -26,11 +26,13 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from fedweave.kernels import to_device, triton
-from fedweave.kernels.attention import LONGEST, WIDEST, sequence_tiles, short_attention
+from fedweave.kernels import power_of_two, to_device, triton
+from fedweave.kernels.attention import LONGEST, WIDEST, rotated_attention, sequence_tiles, short_attention
 from fedweave.kernels.lanes import Lanes
+from fedweave.kernels.rotary import HeadNorms, rotate
 
 ATTENTION = "fedweave_packed"
+JOINT = True  # rotary positions within our own kernel, where it can; off for measurements
 _REPEATING = [SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 
 
@@ -194,11 +196,38 @@ def attend(
     """Causal attention within each sequence, [T, heads, D]."""
     window = sliding_window if sliding_window and sliding_window < packed.longest else None
     scale = scaling if scaling is not None else q.shape[-1] ** -0.5
-    if packed.tiles is not None and window is None and q.shape[2] <= WIDEST and q.dtype != torch.float32:
+    if packed.tiles is not None and _short(q, q.shape[2], packed, sliding_window):
         return short_attention(q, k, v, packed.tiles, scale, softcap)
     if q.is_cuda and softcap is None and q.dtype != torch.float32 and (flash := varlen()) is not None:
         return _flash(*flash, q, k, v, packed, scale, window)
     return _padded(q, k, v, packed, scale, window, softcap)
+
+
+def attend_rotated(
+    qkv: Tensor,  # [T, (heads + 2·kv_heads)·D], which may be changed
+    turn: tuple[Tensor, Tensor],  # cos and sin [T, R], of every head's first R columns
+    heads: int,
+    kv_heads: int,
+    packed: Packed,
+    scaling: float,
+    sliding_window: int | None,
+    softcap: float | None = None,
+    norms: HeadNorms | None = None,
+) -> Tensor:
+    """Rotary positions, after norms of heads where a model has them, and attention within each sequence,
+    [T, heads, D]; in one where the kernel for short sequences can."""
+    width = qkv.shape[1] // (heads + 2 * kv_heads)
+    whole = norms is None and turn[0].shape[1] == width == max(16, power_of_two(width))
+    if JOINT and whole and packed.tiles is not None and _short(qkv, width, packed, sliding_window):
+        return rotated_attention(qkv, *turn, kv_heads, packed.tiles, scaling, softcap)
+    q, k, v = rotate(qkv, *turn, heads, kv_heads, norms)  # [T, heads, D]
+    return attend(q, k, v, packed, scaling, sliding_window, softcap)
+
+
+def _short(x: Tensor, width: int, packed: Packed, sliding_window: int | None) -> bool:
+    """Whether heads of this width attend by our own kernel."""
+    windowed = sliding_window and sliding_window < packed.longest
+    return packed.tiles is not None and not windowed and width <= WIDEST and x.dtype != torch.float32
 
 
 @cache

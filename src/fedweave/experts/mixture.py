@@ -20,7 +20,8 @@ from fedweave.kernels.again import run_again
 from fedweave.kernels.dropout import DropoutKeys
 from fedweave.kernels.experts import MOST_ROWS, add_experts, add_to_rows
 from fedweave.kernels.frozen import Weight
-from fedweave.kernels.lanes import Lanes, Setting, Target, one_lane
+from fedweave.kernels.lanes import Lanes, Rows, Setting, Target, one_lane
+from fedweave.kernels.source import Source
 
 
 class Mixture:
@@ -130,8 +131,12 @@ def _in_force(layer: torch.nn.Linear) -> Slot | None:
     return next((slot for slot in _slots(layer) if slot.mixture.state is not None), None)
 
 
+def _first_in_force(layers: Sequence[torch.nn.Linear]) -> Slot | None:
+    return next((slot for layer in layers if (slot := _in_force(layer)) is not None), None)
+
+
 def carries_experts(layers: Sequence[torch.nn.Linear]) -> bool:
-    return any(_in_force(layer) is not None for layer in layers)
+    return _first_in_force(layers) is not None
 
 
 # A decoder layer's parts of the gates' gradient are added up before other layers' join them. So a layer that runs
@@ -141,11 +146,26 @@ def carries_experts(layers: Sequence[torch.nn.Linear]) -> bool:
 @contextmanager
 def with_own_gates(layers: Sequence[torch.nn.Linear]) -> Iterator[None]:
     """In here these layers, those of one decoder layer, read the gates through a view of their own."""
-    slot = next((slot for layer in layers if (slot := _in_force(layer)) is not None), None)
+    slot = _first_in_force(layers)
     if slot is None or (state := slot.mixture.state) is None or state.gates is None or state.plain:
         yield
         return
     with slot.mixture.using(replace(state, gates=state.gates.view_as(state.gates), _spread=None, _wide=None)):
+        yield
+
+
+@contextmanager
+def reading(layers: Sequence[torch.nn.Linear], rows: Rows | None) -> Iterator[None]:
+    """In here these layers see some rows of the packed batch, and no others; None: all."""
+    slot = _first_in_force(layers)
+    if rows is None or slot is None or (state := slot.mixture.state) is None:
+        yield
+        return
+    keys = state.dropout and replace(state.dropout, tokens=rows.of(state.dropout.tokens))
+    gates = state.gates
+    if gates is not None and gates.shape[:-1].numel() > 1:  # every token has its own
+        gates = gates.index_select(-2, rows.index)
+    with slot.mixture.using(replace(state, gates=gates, lanes=rows.lanes, dropout=keys, _spread=None, _wide=None)):
         yield
 
 
@@ -154,7 +174,7 @@ def run_layer_again(
 ) -> torch.Tensor:
     """``run(x)``, a decoder layer with these linear ones, of which x and the gates are kept. It runs a second time
     when the mixture is no longer active, so it brings the state along."""
-    slot = next((slot for layer in layers if (slot := _in_force(layer)) is not None), None)
+    slot = _first_in_force(layers)
     if slot is None or (state := slot.mixture.state) is None:
         return run_again(run, x)
     mixture, seen = slot.mixture, state
@@ -167,10 +187,15 @@ def run_layer_again(
 
 
 def with_experts(
-    y: torch.Tensor, x: torch.Tensor, layers: Sequence[torch.nn.Linear], weight: Weight | None = None
+    y: torch.Tensor,
+    x: torch.Tensor,
+    layers: Sequence[torch.nn.Linear],
+    weight: Weight | None = None,
+    source: Source | None = None,
 ) -> torch.Tensor:
     """y = the outputs of ``layers`` on x, side by side; returns y with the experts of those that carry any. With
-    ``weight``, the layers' own, y was computed without gradient (``kernels/experts.py`` says why)."""
+    ``weight``, the layers' own, y was computed without gradient, and with ``source``, of x, x is not kept
+    (``kernels/experts.py`` says why)."""
     targets: list[Target] = []
     start, mixture = 0, None
     for layer in layers:
@@ -190,4 +215,4 @@ def with_experts(
             add_to_rows(out.narrow(1, target.start, target.width), rows, a[0], b[0], wide, scale)
         return y
     setting = Setting(state.lanes or one_lane(len(rows), x.device), state.dropout, scale, rank)
-    return add_experts(y, rows, state.row_gates(x.shape[:-1]), targets, factors, setting, weight)
+    return add_experts(y, rows, state.row_gates(x.shape[:-1]), targets, factors, setting, weight, source)

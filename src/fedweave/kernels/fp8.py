@@ -5,17 +5,24 @@
 Hopper's tensor cores do twice as many of these as in bfloat16. A weight is rounded once, with one scale for every
 row; for the way back, where its columns are the rows, it is rounded a second time. Inputs get a scale for every
 token as they come, so that no token's numbers change another's. Sums are float32, and what comes out is bfloat16.
+
+Rounding in a pass of its own costs a narrow model what it gains. So kernels that hold whole rows (norms, the gated
+unit, and their ways back) write the rounded twin of what they compute themselves, and nothing else where nobody
+reads anything else; what attention writes, head by head, is rounded here.
 """
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
 from fedweave.kernels import fused, power_of_two, tl, triton
-from fedweave.kernels.frozen import Kept, back
+from fedweave.kernels.frozen import Kept, Rounded, back
 
 LARGEST = 448.0  # of e4m3
+WITHIN = True  # whether other kernels write twins; off for measurements
 SIDE = 16  # a product's inner and outer width are multiples of it
 _LEAST = 1e-12  # scale of a row of zeros, times LARGEST
 
@@ -32,49 +39,94 @@ class EightBit(Kept):
     def fits(weight: Tensor) -> bool:
         return all(side % SIDE == 0 for side in weight.shape)
 
-    def times(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
+    def times(self, x: Tensor, bias: Tensor | None = None, twin: Rounded | None = None) -> Tensor:
         # sums of few bits more at twice the rate are good enough on the way there, not for gradients
-        y = _product(x, *self._ahead, fast=True).to(self.dtype)
+        y = _product(twin or round_rows(x), self._ahead, fast=True).to(self.dtype)
         return y if bias is None else y.add_(bias)
 
     def back(self, dy: Tensor) -> Tensor:
         if self._back is None:
             return back(dy, self.weight)
-        return _product(dy, *self._back, fast=False).to(self.dtype)
+        return self.back_rounded(carried(dy) or round_rows(dy))
+
+    @property
+    def goes_back(self) -> bool:
+        """Whether gradients are in 8 bits, too."""
+        return self._back is not None
+
+    def back_rounded(self, dy: Rounded) -> Tensor:
+        assert self._back is not None
+        return _product(dy, self._back, fast=False).to(self.dtype)
 
 
-def _product(x: Tensor, w: Tensor, scale: Tensor, fast: bool) -> Tensor:
+def _product(x: Rounded, w: Rounded, fast: bool) -> Tensor:
     """[T, n] times W₈ [m, n], whose rows have scales [m, 1], to [T, m]."""
-    rounded, own = round_rows(x)
-    if x.is_cuda:
+    if x.numbers.is_cuda:
         return torch._scaled_mm(
-            rounded, w.T, scale_a=own, scale_b=scale.T, out_dtype=torch.bfloat16, use_fast_accum=fast
+            x.numbers,
+            w.numbers.T,
+            scale_a=x.scale,
+            scale_b=w.scale.T,
+            out_dtype=torch.bfloat16,
+            use_fast_accum=fast,
         )
-    return (rounded.float() @ w.float().T) * own * scale.T
+    return (x.numbers.float() @ w.numbers.float().T) * x.scale * w.scale.T
 
 
-def round_rows(x: Tensor) -> tuple[Tensor, Tensor]:
-    """x [T, n] in e4m3, and what each row was divided by, [T, 1] in float32."""
+def round_rows(x: Tensor) -> Rounded:
+    """x [T, n] in e4m3, row by row."""
     if not fused(x):
         wide = x.float()
         scale = wide.abs().amax(1, keepdim=True).clamp(min=_LEAST) / LARGEST
-        return (wide / scale).to(torch.float8_e4m3fn), scale
+        return Rounded((wide / scale).to(torch.float8_e4m3fn), scale)
     x = x if x.stride(1) == 1 else x.contiguous()
-    out = torch.empty(x.shape, dtype=torch.float8_e4m3fn, device=x.device)
-    scale = torch.empty(len(x), 1, device=x.device)
-    _round_kernel[(len(x),)](
-        x, out, scale, x.shape[1], x.stride(0), _LEAST, LARGEST, WIDTH=power_of_two(x.shape[1])
-    )
-    return out, scale
+    twin, width = room_for(x.shape, x.device), power_of_two(x.shape[1])
+    rows = max(1, 4096 // width)
+    warps = 8 if width <= 8192 else 16
+    _round_kernel[(-(-len(x) // rows),)](x, *twin, *x.shape, x.stride(0), ROWS=rows, WIDTH=width, num_warps=warps)
+    return twin
+
+
+def room_for(shape: Sequence[int], device: torch.device) -> Rounded:
+    """Where a kernel may write a twin of this shape, [T, n]."""
+    numbers = torch.empty(*shape, dtype=torch.float8_e4m3fn, device=device)
+    return Rounded(numbers, torch.empty(shape[0], 1, device=device))
+
+
+# A gradient that is written in full has its twin with it on the way to the product before. Where autograd makes
+# another tensor of it the twin is lost, and made again.
+
+
+def carry(x: Tensor, twin: Rounded) -> None:
+    x.rounded = twin  # type: ignore[attr-defined]
+
+
+def carried(x: Tensor) -> Rounded | None:
+    return getattr(x, "rounded", None)
 
 
 if triton is not None:
 
     @triton.jit
-    def _round_kernel(x, out, scales, n, row, least, largest, WIDTH: tl.constexpr):
-        t = tl.program_id(0).to(tl.int64)
+    def e4m3_scale(most):
+        """What a row is divided by whose largest number is ``most``."""
+        return tl.maximum(most, 1e-12) / 448.0
+
+    @triton.jit
+    def e4m3(wide):
+        """[rows, columns] in float32 to e4m3, with the rows' scales [rows]."""
+        scale = e4m3_scale(tl.max(tl.abs(wide), 1))
+        return (wide / scale[:, None]).to(tl.float8e4nv), scale
+
+    @triton.jit
+    def _round_kernel(x, out, scales, T, N, row, ROWS: tl.constexpr, WIDTH: tl.constexpr):
+        t = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
         c = tl.arange(0, WIDTH)
-        wide = tl.load(x + t * row + c, c < n, 0.0).to(tl.float32)
-        scale = tl.maximum(tl.max(tl.abs(wide), 0), least) / largest
-        tl.store(out + t * n + c, (wide / scale).to(tl.float8e4nv), c < n)
-        tl.store(scales + t, scale)
+        live = (t < T)[:, None] & (c < N)[None, :]
+        wide_t = t.to(tl.int64)[:, None]
+        numbers, scale = e4m3(tl.load(x + wide_t * row + c[None, :], live, 0.0).to(tl.float32))
+        tl.store(out + wide_t * N + c[None, :], numbers, live)
+        tl.store(scales + t, scale, t < T)
+
+else:  # for those who import it
+    e4m3 = e4m3_scale = None

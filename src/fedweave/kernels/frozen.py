@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -21,6 +21,13 @@ from fedweave.kernels.dequantise import Quantised
 
 # Most numbers of a weight that are written out at once; what is larger, like an output layer, goes by its rows.
 AT_ONCE = {"cpu": 1 << 22, "cuda": 1 << 27}
+
+
+class Rounded(NamedTuple):
+    """A matrix [T, n] in 8 bits (``kernels/fp8.py``), where whoever computed it wrote it so as well, or only so."""
+
+    numbers: Tensor  # [T, n] e4m3
+    scale: Tensor  # [T, 1] float32, what each row was divided by
 
 
 class Scratch:
@@ -53,8 +60,8 @@ class Kept(ABC):
         return self.shape[0]
 
     @abstractmethod
-    def times(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
-        """x Wᵀ + bias."""
+    def times(self, x: Tensor, bias: Tensor | None = None, twin: Rounded | None = None) -> Tensor:
+        """x Wᵀ + bias; ``twin`` is x in 8 bits, for those who read it."""
 
     @abstractmethod
     def back(self, dy: Tensor) -> Tensor:
@@ -93,7 +100,7 @@ class Resident(Kept):
             start += part.shape[0]
         return memory
 
-    def times(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
+    def times(self, x: Tensor, bias: Tensor | None = None, twin: Rounded | None = None) -> Tensor:
         # not a view of what is computed: experts are added to it in place, and autograd allows no view of ours
         y, rows = x.new_empty(*x.shape[:-1], len(self)), x.flatten(0, -2)
         for some, numbers in self._blocks():
@@ -128,9 +135,9 @@ def back(dy: Tensor, weight: Weight) -> Tensor:
     return dy @ weight if isinstance(weight, Tensor) else weight.back(dy)
 
 
-def linear(x: Tensor, weight: Weight, bias: Tensor | None) -> Tensor:
+def linear(x: Tensor, weight: Weight, bias: Tensor | None, twin: Rounded | None = None) -> Tensor:
     """x Wᵀ + bias, [..., n] to [..., m]."""
-    return F.linear(x, weight, bias) if isinstance(weight, Tensor) else _Linear.apply(x, weight, bias)
+    return F.linear(x, weight, bias) if isinstance(weight, Tensor) else _Linear.apply(x, weight, bias, twin)
 
 
 class _Linked(Context, Protocol):
@@ -139,10 +146,10 @@ class _Linked(Context, Protocol):
 
 class _Linear(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: _Linked, x: Tensor, weight: Kept, bias: Tensor | None) -> Tensor:
+    def forward(ctx: _Linked, x: Tensor, weight: Kept, bias: Tensor | None, twin: Rounded | None) -> Tensor:
         ctx.weight = weight
-        return weight.times(x, bias)
+        return weight.times(x, bias, twin)
 
     @staticmethod
-    def backward(ctx: _Linked, *grads: Tensor) -> tuple[Tensor, None, None]:
-        return ctx.weight.back(grads[0]), None, None
+    def backward(ctx: _Linked, *grads: Tensor) -> tuple[Tensor, None, None, None]:
+        return ctx.weight.back(grads[0]), None, None, None

@@ -38,6 +38,19 @@ class Lanes:
         return cls(list(lengths), to_device(spans, device, torch.int32), to_device(table, device, torch.int32))
 
 
+@dataclass
+class Rows:
+    """Some rows of a packed batch, lane by lane; those after the last lane's are read for nobody."""
+
+    index: torch.Tensor  # [n] which
+    lanes: Lanes  # whose
+
+    def of(self, x: torch.Tensor) -> torch.Tensor:
+        """These rows of x [T, …]. Where one stands twice, for nobody, its second gradient is zero: so sums have no
+        order."""
+        return x.index_select(0, self.index)
+
+
 @lru_cache(maxsize=32)
 def one_lane(tokens: int, device: torch.device) -> Lanes:
     """All rows belong to one lane, as in evaluation and generation."""

@@ -1,17 +1,24 @@
 """Products over lane segments: what the experts' forward and backward passes are made of.
 
 Row t of a packed batch is multiplied by its own lane's matrix; ``kernels/experts.py`` says what for. A block of the
-Triton kernels is a tile of one lane's tokens.
+Triton kernels (``kernels/product_kernels.py``) is a tile of one lane's tokens. Adapted layers that read the same
+input, up to three (q, k and v), share every launch: one layer's blocks alone are too few to keep a GPU busy.
 """
 
 from collections.abc import Sequence
+from itertools import accumulate
+from typing import TypeVar
 
 import torch
 from torch import Tensor
 
-from fedweave.kernels import fused, power_of_two, tl, triton
+from fedweave.kernels import fused, power_of_two
+from fedweave.kernels import product_kernels as kernels
 from fedweave.kernels.dropout import DropoutKeys, keep_mask
-from fedweave.kernels.lanes import TILE, Lanes, Setting
+from fedweave.kernels.lanes import TILE, Lanes, Setting, Target
+from fedweave.kernels.source import Source
+
+Part = TypeVar("Part")
 
 # What a block holds, and with how many warps and stages of loads; ``benchmarks/kernels.py`` tries others.
 BLOCKS: dict[str, dict[str, int]] = {
@@ -21,95 +28,166 @@ BLOCKS: dict[str, dict[str, int]] = {
 }
 
 
-def reduce(x: Tensor, a: Tensor, setting: Setting, index: int, gates: Tensor | None) -> tuple[Tensor, Tensor]:
-    """u = dropout(x) Aᵀ and g ⊙ u, both [T, M·r]."""
+def reduce(
+    x: Tensor,  # [T, n]
+    a: Sequence[Tensor],  # of every target [K, M·r, n], with one distance between lanes
+    targets: Sequence[Target],
+    setting: Setting,
+    gates: Tensor | None,
+) -> tuple[Tensor, Tensor]:
+    """Of every target u = dropout(x) Aᵀ and g ⊙ u, both [targets, T, M·r]."""
     if not fused(x):
-        u = _by_lane(_dropped(x, setting.dropout, index), a.transpose(1, 2), setting.lanes)
+        reduced = [
+            _by_lane(_dropped(x, setting.dropout, target.index), one.transpose(1, 2), setting.lanes)
+            for target, one in zip(targets, a, strict=True)
+        ]
+        u = torch.stack(reduced)
         return u, _gated(u, gates, setting.rank)
-    u = x.new_empty(len(x), a.shape[1])
+    u = x.new_empty(len(targets), len(x), a[0].shape[1])
     gu = u if gates is None else torch.empty_like(u)
-    tokens, layer, threshold, inflate, drop = _keys(setting, u, index)
-    _reduce_kernel[(len(setting.lanes.tiles),)](
-        x, a, u, gu, u, gates if gates is not None else u, u, tokens, setting.lanes.tiles,
-        layer, threshold, inflate, setting.scale, x.stride(0), a.stride(0), a.shape[2], a.shape[1],
+    tokens, threshold, inflate, drop = _keys(setting, u)
+    kernels.lane_reduce_kernel[(len(targets), len(setting.lanes.tiles))](
+        x, *_three(a), u, gu, u, gates if gates is not None else u, u, tokens, setting.lanes.tiles,
+        *_three([t.index for t in targets]), 0, 0, 0, *[a[0].shape[2]] * 3,
+        threshold, inflate, setting.scale, x.stride(0), a[0].stride(0), len(x), a[0].shape[1],
         gates.shape[1] if gates is not None else 1, setting.rank,
-        DROP=drop, BACK=False, GATED=gates is not None, R=_rows(a.shape[1]), TOKENS=TILE, **BLOCKS["reduce"],
+        DROP=drop, BACK=False, GATED=gates is not None, SLOPE=False, R=_rows(a[0].shape[1]), TOKENS=TILE,
+        **BLOCKS["reduce"],
     )  # fmt: skip
     return u, gu
 
 
 def reduce_back(
-    dy: Tensor, b: Tensor, u: Tensor, setting: Setting, gates: Tensor | None, dgates: Tensor | None
-) -> Tensor:
-    """du = g ⊙ (scale · dy Bᵀ); adds the gates' gradient to ``dgates``."""
-    if fused(dy):
-        du, tiles = torch.empty_like(u), setting.lanes.tiles
-        _reduce_kernel[(len(tiles),)](
-            dy, b, du, du, u, gates if gates is not None else du, dgates if dgates is not None else du, du, tiles,
-            0, 0, 1.0, setting.scale, dy.stride(0), b.stride(0), b.shape[2], b.shape[1],
-            gates.shape[1] if gates is not None else 1, setting.rank,
-            DROP=False, BACK=True, GATED=gates is not None, R=_rows(b.shape[1]), TOKENS=TILE, **BLOCKS["reduce"],
-        )  # fmt: skip
-        return du
-    du = _by_lane(dy, b.transpose(1, 2), setting.lanes) * setting.scale
-    if gates is None or dgates is None:
-        return du
-    per_expert = (len(u), -1, setting.rank)
-    dgates += (u * du).view(per_expert).float().sum(-1)
-    return _gated(du, gates, setting.rank)
-
-
-def expand(
-    y: Tensor,
+    dy: Tensor,  # [T, columns]
+    b: Sequence[Tensor],  # of every target [K, M·r, width]
     u: Tensor,
-    w: Tensor,  # [K, M·r, m]
+    targets: Sequence[Target],
     setting: Setting,
-    scale: float,
-    drop: int | None = None,
-    add: bool = True,
-) -> None:
-    """y (+)= dropout(scale · u W)."""
+    gates: Tensor | None,
+    slope: bool,
+) -> tuple[Tensor, Tensor | None]:
+    """Of every target du = g ⊙ (scale · dy Bᵀ), [targets, T, M·r]; with ``slope`` the gates' gradient, over all."""
+    if not fused(dy):
+        reduced = [
+            _by_lane(_columns(dy, target), one.transpose(1, 2), setting.lanes)
+            for target, one in zip(targets, b, strict=True)
+        ]
+        du = torch.stack(reduced) * setting.scale
+        if gates is None:
+            return du, None
+        dgates = (u * du).unflatten(2, (-1, setting.rank)).float().sum((0, 3)) if slope else None
+        return _gated(du, gates, setting.rank), dgates
+    du, tiles = torch.empty_like(u), setting.lanes.tiles
+    # zeros for rows of nobody; a target's part is its own, and they are added up in a fixed order
+    dgates = gates.new_zeros(len(targets), *gates.shape) if gates is not None and slope else None
+    kernels.lane_reduce_kernel[(len(targets), len(tiles))](
+        dy, *_three(b), du, du, u, gates if gates is not None else du, dgates if dgates is not None else du, du,
+        tiles, 0, 0, 0, *_starts(targets),
+        0, 1.0, setting.scale, dy.stride(0), b[0].stride(0), len(dy), b[0].shape[1],
+        gates.shape[1] if gates is not None else 1, setting.rank,
+        DROP=False, BACK=True, GATED=gates is not None, SLOPE=dgates is not None, R=_rows(b[0].shape[1]),
+        TOKENS=TILE, **BLOCKS["reduce"],
+    )  # fmt: skip
+    if dgates is None:
+        return du, None
+    return du, dgates.sum(0) if len(targets) > 1 else dgates[0]
+
+
+def expand(y: Tensor, gu: Tensor, b: Sequence[Tensor], targets: Sequence[Target], setting: Setting) -> None:
+    """y += scale · (g ⊙ u) B in every target's columns."""
     if fused(y):
-        tokens, layer, threshold, inflate, dropped = _keys(setting, u, drop)
-        tiles, block = setting.lanes.tiles, BLOCKS["expand"]
-        _expand_kernel[(len(tiles), -(-w.shape[2] // block["COLUMNS"]))](
-            y, u, w, tokens, tiles, layer, threshold, inflate, scale, y.stride(0), w.stride(0), w.shape[2],
-            w.shape[1], DROP=dropped, ADD=add, R=_rows(w.shape[1]), TOKENS=TILE, **block,
+        block = BLOCKS["expand"]
+        ends = _ends([t.width for t in targets], block["COLUMNS"])
+        kernels.lane_expand_kernel[(len(setting.lanes.tiles), ends[-1])](
+            y, gu, *_three(b), setting.lanes.tiles,
+            *_starts(targets), *_three(ends)[:2],
+            setting.scale, y.stride(0), b[0].stride(0), len(y), b[0].shape[1],
+            R=_rows(b[0].shape[1]), TOKENS=TILE, **block,
         )  # fmt: skip
         return
-    delta = _by_lane(u, w, setting.lanes) * scale
-    delta = _dropped(delta, setting.dropout if drop is not None else None, drop or 0)
-    y.add_(delta) if add else y.copy_(delta)
+    for target, one, u in zip(targets, b, gu, strict=True):
+        _columns(y, target).add_(_by_lane(u, one, setting.lanes) * setting.scale)
+
+
+def expand_back(
+    dx: Tensor, du: Tensor, a: Sequence[Tensor], targets: Sequence[Target], setting: Setting, add: bool
+) -> None:
+    """dx (+)= Σ dropout(du A) over the targets."""
+    if fused(dx):
+        tokens, threshold, inflate, drop = _keys(setting, du)
+        tiles, block, width = setting.lanes.tiles, BLOCKS["expand"], a[0].shape[2]
+        kernels.lane_expand_back_kernel[(len(tiles), -(-width // block["COLUMNS"]))](
+            dx, du, *_three(a), tokens, tiles, *_three([t.index for t in targets]), threshold, inflate,
+            dx.stride(0), a[0].stride(0), len(dx), width, a[0].shape[1],
+            COUNT=len(targets), DROP=drop, ADD=add, R=_rows(a[0].shape[1]), TOKENS=TILE, **block,
+        )  # fmt: skip
+        return
+    for target, one, u in zip(targets, a, du, strict=True):
+        delta = _dropped(_by_lane(u, one, setting.lanes), setting.dropout, target.index)
+        dx.add_(delta) if add or target is not targets[0] else dx.copy_(delta)
 
 
 def outer(
     du: Tensor,
-    x: Tensor,
+    source: Source,  # of x
     gu: Tensor,
     dy: Tensor,
-    factors: Sequence[Tensor],  # A [K, M·r, n] and B [K, M·r, m]
+    factors: Sequence[Tensor],  # A [K, M·r, n] and B [K, M·r, width] of every target in turn
     places: Sequence[Tensor | None],
+    targets: Sequence[Target],
     setting: Setting,
-    index: int,
-) -> tuple[Tensor | None, Tensor | None]:
-    """Sums over every lane's tokens, duᵀ dropout(x) and scale · guᵀ dy; ``places``, where given, are added to
-    instead: autograd would copy each of many small gradients to its place with a kernel of its own."""
-    if not fused(x):
-        dropped = _dropped(x, setting.dropout, index)
-        return _outer(du, dropped, setting.lanes), _outer(gu, dy, setting.lanes) * setting.scale
+) -> list[Tensor | None]:
+    """Of every target sums over each lane's tokens, duᵀ dropout(x) and scale · guᵀ dy; ``places``, where given, are
+    added to instead: autograd would copy each of many small gradients to its place with a kernel of its own."""
+    if not fused(dy):
+        x = source.computed()
+        found: list[Tensor | None] = []
+        for target, left, right in zip(targets, du, gu, strict=True):
+            found.append(_outer(left, _dropped(x, setting.dropout, target.index), setting.lanes))
+            found.append(_outer(right, _columns(dy, target), setting.lanes) * setting.scale)
+        return found
     add = all(place is not None for place in places)
-    fresh = (torch.empty(f.shape, dtype=f.dtype, device=f.device) for f in factors)
-    da, db = (place if add and place is not None else next(fresh) for place in places)
-    tokens, layer, threshold, inflate, drop = _keys(setting, du, index)
+    out = [place for place in places if place is not None] if add else _fresh(factors)
+    tokens, threshold, inflate, drop = _keys(setting, du)
     block = BLOCKS["outer"]
-    # both factors' gradients in one launch: either alone has too few blocks to keep a GPU busy
-    first, second = (-(-out.shape[2] // block["COLUMNS"]) for out in (da, db))
-    _outer_kernel[(len(da), first + second)](
-        du, x, da, gu, dy, db, tokens, setting.lanes.spans, layer, threshold, inflate, setting.scale, first,
-        x.stride(0), dy.stride(0), da.stride(0), db.stride(0), da.shape[2], db.shape[2], da.shape[1],
-        DROP=drop, ADD=add, R=_rows(da.shape[1]), **block,
+    x, inverse, norm = (*source.kept, du, du)[:3]
+    first = -(-source.width // block["COLUMNS"])
+    ends = _ends([t.width for t in targets], block["COLUMNS"])
+    # all factors' gradients in one launch, A's and then B's: either alone has too few blocks to keep a GPU busy
+    kernels.lane_outer_kernel[(len(out[0]), len(targets) * first + ends[-1])](
+        du, x, inverse, norm, gu, dy, *_three(out[::2]), *_three(out[1::2]), tokens, setting.lanes.spans,
+        *_three([t.index for t in targets]), *_starts(targets),
+        threshold, inflate, setting.scale, first, len(targets) * first, *_three(ends)[:2],
+        x.stride(0), dy.stride(0), out[0].stride(0), len(x), source.width, out[0].shape[1],
+        SOURCE=source.kind, DROP=drop, ADD=add, R=_rows(out[0].shape[1]), **block,
     )  # fmt: skip
-    return (None, None) if add else (da, db)
+    return [None] * len(out) if add else [*out]
+
+
+def _three(parts: Sequence[Part]) -> list[Part]:
+    """Kernels take three of everything, and read as many as there are targets."""
+    return [*parts, *[parts[-1]] * (3 - len(parts))]
+
+
+def _starts(targets: Sequence[Target]) -> list[int]:
+    """Of three targets where their columns start, and how many they are."""
+    return [*_three([t.start for t in targets]), *_three([t.width for t in targets])]
+
+
+def _ends(widths: Sequence[int], columns: int) -> list[int]:
+    """Where each target's blocks of so many columns end, if they stand in a row."""
+    return list(accumulate(-(-width // columns) for width in widths))
+
+
+def _columns(x: Tensor, target: Target) -> Tensor:
+    return x[:, target.start : target.start + target.width]
+
+
+def _fresh(factors: Sequence[Tensor]) -> list[Tensor]:
+    """Room for gradients, with one distance between lanes as the factors have it."""
+    sizes = [factor[0].numel() for factor in factors]
+    joint = factors[0].new_empty(len(factors[0]), sum(sizes))
+    return [part.unflatten(1, f.shape[1:]) for part, f in zip(joint.split(sizes, 1), factors, strict=True)]
 
 
 def _outer(left: Tensor, right: Tensor, lanes: Lanes) -> Tensor:
@@ -139,139 +217,9 @@ def _rows(count: int) -> int:
     return max(16, power_of_two(count))  # a tensor core's smallest side is 16
 
 
-def _keys(setting: Setting, like: Tensor, index: int | None) -> tuple[Tensor, int, int, float, bool]:
-    """Token keys, layer, threshold, 1 / (1 - rate) and whether anything is dropped at all."""
+def _keys(setting: Setting, like: Tensor) -> tuple[Tensor, int, float, bool]:
+    """Token keys, threshold, 1 / (1 - rate) and whether anything is dropped at all."""
     keys = setting.dropout
-    if keys is None or index is None:
-        return like, 0, 0, 1.0, False
-    return keys.tokens, index, keys.threshold, 1 / (1 - keys.rate), True
-
-
-if triton is not None:
-
-    @triton.jit
-    def _mix(x):
-        """The 32-bit hash of kernels/dropout.py."""
-        x = x ^ (x >> 16)
-        x = x * 0x7FEB352D
-        x = x ^ (x >> 15)
-        return x * -2073319277
-
-    @triton.jit
-    def _kept(keys, t, live, c, layer, threshold):
-        """[tokens, channels] what dropout keeps."""
-        token = tl.load(keys + t, live, 0)
-        channel = _mix(c * 2 + 1 + (layer + 1) * 40503)
-        return _mix(token[:, None] ^ channel[None, :]) >= threshold
-
-    @triton.jit(do_not_specialize=["layer", "threshold"])
-    def _reduce_kernel(
-        x, w, out, gated, u, gates, dgates, keys, tiles,
-        layer, threshold, inflate, scale, x_row, w_lane, N, MR, M, RANK,
-        DROP: tl.constexpr, BACK: tl.constexpr, GATED: tl.constexpr,
-        R: tl.constexpr, TOKENS: tl.constexpr, COLUMNS: tl.constexpr,
-    ):  # fmt: skip
-        tile = tiles + tl.program_id(0) * 3
-        start, end, lane = tl.load(tile), tl.load(tile + 1), tl.load(tile + 2).to(tl.int64)
-        if start < end:
-            t = start + tl.arange(0, TOKENS)
-            live = t < end
-            wide_t = t.to(tl.int64)
-            r = tl.arange(0, R)
-            acc = tl.zeros([TOKENS, R], tl.float32)
-            for first in range(0, N, COLUMNS):
-                c = first + tl.arange(0, COLUMNS)
-                rows = tl.load(x + wide_t[:, None] * x_row + c[None, :], live[:, None] & (c < N)[None, :], 0.0)
-                if DROP:
-                    kept = _kept(keys, t, live, c, layer, threshold)
-                    rows = tl.where(kept, rows.to(tl.float32) * inflate, 0.0).to(rows.dtype)
-                part = tl.load(
-                    w + lane * w_lane + r[None, :] * N + c[:, None], (r < MR)[None, :] & (c < N)[:, None], 0.0
-                )  # [COLUMNS, R]
-                acc = tl.dot(rows, part, acc, input_precision="ieee")
-            at = wide_t[:, None] * MR + r[None, :]
-            inside = live[:, None] & (r < MR)[None, :]
-            if BACK:
-                acc = acc * scale
-            rows = acc.to(out.dtype.element_ty)
-            if GATED:
-                g = tl.load(gates + wide_t[:, None] * M + (r // RANK)[None, :], inside, 0.0)
-                if BACK:
-                    slope = tl.load(u + at, inside, 0.0).to(tl.float32) * acc
-                    for m in range(0, M):  # sums over each expert's r columns
-                        own = tl.sum(tl.where((r // RANK == m)[None, :], slope, 0.0), 1)
-                        to = dgates + wide_t * M + m
-                        tl.store(to, tl.load(to, live, 0.0) + own, live)
-                    rows = (acc * g).to(out.dtype.element_ty)
-                else:
-                    tl.store(gated + at, (rows.to(tl.float32) * g).to(out.dtype.element_ty), inside)
-            tl.store(out + at, rows, inside)
-
-    @triton.jit(do_not_specialize=["layer", "threshold"])
-    def _expand_kernel(
-        y, u, w, keys, tiles, layer, threshold, inflate, scale, y_row, w_lane, N, MR,
-        DROP: tl.constexpr, ADD: tl.constexpr, R: tl.constexpr, TOKENS: tl.constexpr, COLUMNS: tl.constexpr,
-    ):  # fmt: skip
-        tile = tiles + tl.program_id(0) * 3
-        start, end, lane = tl.load(tile), tl.load(tile + 1), tl.load(tile + 2).to(tl.int64)
-        if start < end:
-            t = start + tl.arange(0, TOKENS)
-            live = t < end
-            wide_t = t.to(tl.int64)
-            r = tl.arange(0, R)
-            c = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
-            inside = live[:, None] & (r < MR)[None, :]
-            rows = tl.load(u + wide_t[:, None] * MR + r[None, :], inside, 0.0)  # [TOKENS, R]
-            part = tl.load(
-                w + lane * w_lane + r[:, None] * N + c[None, :], (r < MR)[:, None] & (c < N)[None, :], 0.0
-            )
-            acc = tl.dot(rows, part, input_precision="ieee") * scale
-            if DROP:
-                acc = tl.where(_kept(keys, t, live, c, layer, threshold), acc * inflate, 0.0)
-            to = y + wide_t[:, None] * y_row + c[None, :]
-            inner = live[:, None] & (c < N)[None, :]
-            if ADD:
-                acc += tl.load(to, inner, 0.0).to(tl.float32)
-            tl.store(to, acc.to(y.dtype.element_ty), inner)
-
-    @triton.jit
-    def _outer_sum(
-        left, right, out, keys, start, end, block, layer, threshold, inflate, scale, row, N, MR,
-        DROP: tl.constexpr, ADD: tl.constexpr, R: tl.constexpr, TOKENS: tl.constexpr, COLUMNS: tl.constexpr,
-    ):  # fmt: skip
-        """out [MR, N] (+)= scale · leftᵀ dropout(right) over the tokens from start to end, one block of columns."""
-        r = tl.arange(0, R)
-        c = block * COLUMNS + tl.arange(0, COLUMNS)
-        acc = tl.zeros([R, COLUMNS], tl.float32)
-        for first in range(start, end, TOKENS):
-            t = first + tl.arange(0, TOKENS)
-            live = t < end
-            wide_t = t.to(tl.int64)
-            inside = live[None, :] & (r < MR)[:, None]
-            rows = tl.load(left + wide_t[None, :] * MR + r[:, None], inside, 0.0)  # [R, TOKENS]
-            columns = tl.load(right + wide_t[:, None] * row + c[None, :], live[:, None] & (c < N)[None, :], 0.0)
-            if DROP:
-                kept = _kept(keys, t, live, c, layer, threshold)
-                columns = tl.where(kept, columns.to(tl.float32) * inflate, 0.0).to(columns.dtype)
-            acc = tl.dot(rows, columns, acc, input_precision="ieee")
-        at = out + r[:, None] * N + c[None, :]
-        inner = (r < MR)[:, None] & (c < N)[None, :]
-        acc = acc * scale
-        if ADD:
-            acc += tl.load(at, inner, 0.0).to(tl.float32)
-        tl.store(at, acc.to(out.dtype.element_ty), inner)
-
-    @triton.jit(do_not_specialize=["layer", "threshold"])
-    def _outer_kernel(
-        du, x, da, gu, dy, db, keys, spans, layer, threshold, inflate, scale, first,
-        x_row, dy_row, da_lane, db_lane, N, WIDTH, MR,
-        DROP: tl.constexpr, ADD: tl.constexpr, R: tl.constexpr, TOKENS: tl.constexpr, COLUMNS: tl.constexpr,
-    ):  # fmt: skip
-        lane, block = tl.program_id(0).to(tl.int64), tl.program_id(1)
-        start, end = tl.load(spans + lane * 2), tl.load(spans + lane * 2 + 1)
-        if block < first:
-            _outer_sum(du, x, da + lane * da_lane, keys, start, end, block, layer, threshold, inflate,
-                       1.0, x_row, N, MR, DROP, ADD, R, TOKENS, COLUMNS)  # fmt: skip
-        else:
-            _outer_sum(gu, dy, db + lane * db_lane, keys, start, end, block - first, layer, threshold, inflate,
-                       scale, dy_row, WIDTH, MR, False, ADD, R, TOKENS, COLUMNS)  # fmt: skip
+    if keys is None:
+        return like, 0, 1.0, False
+    return keys.tokens, keys.threshold, 1 / (1 - keys.rate), True

@@ -17,6 +17,7 @@ from fedweave.backbone.packing import Packed
 from fedweave.backbone.prompts import Encoded
 from fedweave.kernels import to_device
 from fedweave.kernels.dropout import DropoutKeys
+from fedweave.kernels.lanes import Lanes, Rows
 from fedweave.streams import stream_key
 
 GRAIN = 512  # tokens: fixed shapes are multiples of it
@@ -115,7 +116,7 @@ class StepBatch:
     """Everything one forward and backward pass reads."""
 
     packed: Packed
-    source: torch.Tensor  # [n] positions whose hidden state predicts an answer token
+    read: Rows  # [n] positions whose hidden state predicts an answer token
     target: torch.Tensor  # [n] that token
     lane: torch.Tensor  # [n] whose it is
     weight: torch.Tensor  # [n] of each token's loss, together 1 in every lane; 0 for filling
@@ -127,7 +128,8 @@ class StepBatch:
     def tensors(self) -> list[torch.Tensor]:
         p = self.packed
         more = [p.tiles, self.dropout.tokens if self.dropout else None]
-        return [p.ids, p.positions, p.sequence, p.boundaries, p.lanes.spans, p.lanes.tiles, self.source,
+        return [p.ids, p.positions, p.sequence, p.boundaries, p.lanes.spans, p.lanes.tiles,
+                self.read.index, self.read.lanes.spans, self.read.lanes.tiles,
                 self.target, self.lane, self.weight, self.slot, self.features, self.spoken,
                 *(tensor for tensor in more if tensor is not None)]  # fmt: skip
 
@@ -136,6 +138,7 @@ class StepBatch:
         for mine, theirs in zip(self.tensors(), other.tensors(), strict=True):
             mine.copy_(theirs, non_blocking=True)
         self.packed.lanes.lengths = other.packed.lanes.lengths
+        self.read.lanes.lengths = other.read.lanes.lengths
 
 
 def build_batch(
@@ -180,7 +183,7 @@ def build_batch(
 
     return StepBatch(
         packed=Packed.of(ids, lengths, lane_lengths, device, capacity.longest if capacity else None),
-        source=to_device(source, device),
+        read=Rows(to_device(source, device), Lanes.of(per_lane.tolist(), len(source), device)),
         target=to_device(target, device),
         lane=to_device(lane_of_answer, device),
         weight=to_device(weight, device, torch.float32),

@@ -67,13 +67,18 @@ class Trainable:
         self.master.copy_(self.start)
         self.refresh()
 
-    def collect(self) -> torch.Tensor:
-        """Gradients of the last backward pass, in float32; zero where nothing trains."""
-        if self.copy_grad is not self.grad:
-            self.grad.copy_(self.copy_grad)
-        if self.mask is not None:
-            self.grad.mul_(self.mask)
-        return self.grad
+    @torch.no_grad()
+    def masked(self) -> torch.Tensor:
+        """Gradients of the last backward pass as they are; zero where nothing trains."""
+        return self.copy_grad if self.mask is None else self.copy_grad.mul_(self.mask)
+
+    @torch.no_grad()
+    def collect(self, factor: torch.Tensor | None = None) -> torch.Tensor:
+        """The same in float32, every lane's times its ``factor`` [K]."""
+        grad = self.masked()
+        if factor is not None:
+            return torch.mul(grad, factor[:, None], out=self.grad)
+        return self.grad if grad is self.grad else self.grad.copy_(grad)
 
     @torch.no_grad()
     def decay(self, amount: float) -> None:
@@ -156,7 +161,9 @@ class LaneGroup:
     def step(self, batch: StepBatch) -> torch.Tensor:
         """One optimiser step of every lane; returns their losses, [K]."""
         losses, config = self.backward(batch), self.trainer.config
-        clip_lanes([part.collect() for part in self.parts], config.clip)
+        _, factor = clipping([part.masked() for part in self.parts], config.clip)
+        for part in self.parts:
+            part.collect(factor)
         if config.weight_decay:
             for part, group in zip(self.parts, self.optimiser.param_groups, strict=True):
                 part.decay(group["lr"] * config.weight_decay)
@@ -278,18 +285,22 @@ class LockstepTrainer:
             per_sequence = weights.flatten(0, 1).index_select(0, batch.slot)  # [S, M]
             gates = spread(per_sequence, packed.sequence, packed.boundaries)[None]  # [1, T, M]
         with self.mixture.active(experts.leaves, gates, packed.lanes, batch.dropout, batch.spoken):
-            hidden = self.backbone.hidden(packed, again=self.checkpointing, fp8=self.config.fp8)  # [T, d]
-        answers = hidden.index_select(0, batch.source)
-        nll = token_nll(answers, self.backbone.head, batch.target, self.backbone.softcap)
+            hidden = self.backbone.hidden(packed, again=self.checkpointing, fp8=self.config.fp8, read=batch.read)
+        nll = token_nll(hidden, self.backbone.head, batch.target, self.backbone.softcap)
         whose = batch.lane[None] == torch.arange(lanes, device=nll.device)[:, None]  # [K, n]
         return torch.where(whose, nll * batch.weight, 0.0).sum(1)  # no product: NaN · 0 would be every lane's
 
 
 @torch.no_grad()
+def clipping(grads: Sequence[torch.Tensor], limit: float) -> tuple[torch.Tensor, torch.Tensor]:
+    """Every lane's joint norm, [K], and the factor that brings it to at most ``limit``; grads are [K, ...] each."""
+    norm = torch.stack([grad.flatten(1).norm(dim=1, dtype=torch.float32) for grad in grads]).norm(dim=0)
+    return norm, (limit / (norm + 1e-6)).clamp(max=1.0)
+
+
 def clip_lanes(grads: Sequence[torch.Tensor], limit: float) -> torch.Tensor:
-    """Scale each lane's gradients, [K, ...] in every matrix, to a joint norm of at most ``limit``."""
-    norm = torch.stack([grad.square().sum(1) for grad in grads]).sum(0).sqrt()  # [K]
-    factor = (limit / (norm + 1e-6)).clamp(max=1.0)
+    """Scale each lane's gradients to that norm, where they lie."""
+    norm, factor = clipping(grads, limit)
     for grad in grads:
         grad.mul_(factor[:, None])
     return norm
