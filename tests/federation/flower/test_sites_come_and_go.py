@@ -16,6 +16,7 @@ from fedweave.methods import build_method
 from fedweave.settings import to_tree
 from tests.federation.flower.conftest import Federation
 from tests.federation.flower.test_one_truth import changed
+from tests.federations import changed as with_sections
 
 NODE = 101  # client_1's
 
@@ -42,6 +43,25 @@ def test_a_round_goes_on_without_a_site_and_takes_it_back(fate, line, config, mo
     assert f"client_1 {line}" in federation.said
     method_state = state
     assert all(report.participants[1].name == "client_1" for report in reports) and method_state.theta.any()
+
+
+QUESTIONS = ["discover", "warm", "relabel", "moments", "distances"]
+
+
+@pytest.mark.parametrize("question", QUESTIONS)
+def test_a_site_that_dies_before_the_first_round_takes_nobody_with_it(question, config, models):
+    """With the questions of the weave recipe; whoever was not aligned joins later."""
+    woven = with_sections(
+        config,
+        experts={"labels": "router", "shared_rank": 8},
+        router={"familiar": 0.9},
+        alignment={"min_share": 0.05},
+    )
+    federation = without(woven, models, lambda step, t: "dies" if step == question else "answers")
+    state, _, reports = federation.run()
+    assert all({0, 2} <= report.receipts.accepted for report in reports)
+    report = state.report
+    assert len(report["signature_distance"]) == report["prototypes"] == len(report["prototype_labels"])
 
 
 def test_weights_renormalise_over_those_that_answered(config, models):
