@@ -144,7 +144,7 @@ class FlowerEngine(Engine):
         """The sites that can be asked now; too few are waited for."""
         self._look_around()
         self._wait(lambda: len(self._here()) >= self.needed, f"{self.needed} sites")
-        return [site for site in self._here() if site.takes_part]
+        return [site for site in self._here() if site.takes_part and site.name not in self.quarantined]
 
     def _wait(self, enough: Callable[[], bool], what: str) -> None:
         started, said = time.monotonic(), 0.0
