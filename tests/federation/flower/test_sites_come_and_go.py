@@ -244,6 +244,15 @@ def test_one_site_cannot_say_what_the_model_is(facts, config, models):
     assert all(len(report.receipts.accepted) == 3 for report in reports)
 
 
+def test_whose_model_keeps_a_federation_waiting_is_said(config, models):
+    """As many as are needed are here, and one of them has another model: nobody would see what is missing."""
+    federation = Federation(with_federation(changed(config), patience=1.0), models)
+    Liar(federation, width=7)
+    with pytest.raises(UserError, match=r"\(here: client_0, .*; with another model than most: liar\)"):
+        federation.engine.enrol(4)
+    assert "waiting for 4 sites; here: client_0, client_1, client_2, liar; with another" in federation.said
+
+
 def test_the_operator_says_what_the_model_is(config, models):
     plain = Federation(changed(config), models)
     plain.engine.enrol(3)
