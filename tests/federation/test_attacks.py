@@ -61,10 +61,13 @@ def test_a_thousand_times_the_examples_are_believed_and_held_down_by_the_ceiling
     assert moves[0] < 0 < moves[1]
 
 
-def test_who_claims_experts_that_it_was_not_given_is_refused(config, backbone):
+@pytest.mark.parametrize("labels", ["buckets", "router"])
+def test_who_claims_experts_that_it_was_not_given_is_refused(labels, config, backbone):
+    """Where the router labels examples any of them may be any expert's, but each is one's alone."""
     config = changed(
         config, attack={"kind": "claim", "clients": 0.2}, data={"clients": 5, "partition": "pure"},
         training={"rounds": 1}, discovery={"max_buckets": 1}, federation={"rule": "clip"},
+        experts={"labels": labels, "shared_rank": 8 * (labels == "router")},
     )  # fmt: skip
     _, _, report, engine = first_round(config, backbone)
     (hostile,) = hostile_clients(config)

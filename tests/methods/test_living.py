@@ -10,7 +10,9 @@ import torch
 
 from fedweave.errors import UserError
 from fedweave.federation.client import Client, examples_of
+from fedweave.federation.message import Message
 from fedweave.federation.rounds import federate
+from fedweave.federation.steps import Asked
 from fedweave.methods import build_method
 from fedweave.methods.newcomers import apart
 from fedweave.methods.prototypes import first_adapter
@@ -119,6 +121,18 @@ def test_who_feeds_an_expert_no_more_leaves_it_as_it_is(living, backbone):
     assert unfed, "some expert is not client 0's"
     for m, (old, new) in enumerate(zip(*(s.layout.unstack(s.theta) for s in (state, final)), strict=True)):
         assert torch.equal(old, new) == (m in unfed)
+
+
+def test_a_client_brings_no_more_buckets_than_new_rows_can_form(living, backbone):
+    """However often it is asked: not hundreds, which all would have to be signed."""
+    engine, method = federation(living, backbone)
+    state = method.prepare(engine)
+    member, most = engine.members[0], living.discovery.max_buckets
+    asked = Asked(member, Message(facts={"t": 1, "experts": state.layout.experts}), engine.layers, engine.width)
+    engine.detach()
+    member.assignment = [0] * 50  # as it would have said the round before
+    limit = method.news.figures(asked)["sizes"].length[1]
+    assert len(set(member.assignment)) + most <= limit <= 2 * max(most, state.layout.experts + 1)
 
 
 def test_a_bucket_has_the_same_signature_at_any_time(living, backbone):
