@@ -116,7 +116,7 @@ class HostileGrid(LoopbackGrid):
             step = message.content.config_records[TEXTS]["step"]
             if message.metadata.dst_node_id == LIAR and step not in self.spared and self.dice.random() < self.often:
                 (reply,) = self.replies[number]
-                with suppress(ValueError, TypeError, OverflowError):  # what Flower itself does not carry
+                with suppress(Exception):  # what Flower does not carry, or was spoilt before
                     reply.content = mutated(reply.content, self.dice)
                     self.replies[number] = [carried(reply)]
                     self.spoilt += 1
