@@ -178,9 +178,15 @@ def test_nobody_is_asked_about_an_expert_that_cannot_open(living, backbone):
     for notice in ("open", "ask"):
         full = changed(living, living={"notice": notice}, alignment={"max_experts": 2})
         engine, method = federation(full, backbone)
+        said: list[str] = []
+        engine.console.say = said.append
         _, change = method.live(engine, method.prepare(engine), 1)
         engine.detach()
-        assert any(bucket.distance > change.limit for bucket in change.placed)
+        far = [bucket for bucket in change.placed if bucket.distance > change.limit]
+        told = [
+            line for line in said if "although far: a new one has too few rows (living.least) or no room" in line
+        ]
+        assert far and len(told) == len(far), "and the operator hears of it"
         placed[notice] = [bucket.expert for bucket in change.placed]
     assert placed["ask"] == placed["open"] and min(placed["ask"]) >= 0
 
