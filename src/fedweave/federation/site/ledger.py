@@ -43,8 +43,8 @@ class Sums:
         """Remember sums over these parts of the rows, or :class:`Declined` where all that were told would then tell
         of too few of them."""
         mend = "restore it: it says of which rows this site has told sums"
-        if self.path is not None and (told := read_json(self.path, dict[str, list[list[str]]], mend)) is not None:
-            self.told = told["rows"]
+        if self.path is not None and (known := read_json(self.path, dict[str, list[list[str]]], mend)) is not None:
+            self.told = known["rows"]
         names, seen = [], Counter[str]()
         for row in rows:  # the same row twice is two rows
             name = hashlib.sha256(row).hexdigest()[:16]
