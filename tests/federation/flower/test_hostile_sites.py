@@ -169,3 +169,81 @@ def test_a_site_that_answers_anything_costs_itself_alone(kind, config, models):
             raise AssertionError(f"federation {number}") from error
         assert all(line.isprintable() and len(line) < 1000 for line in federation.said.split("\n")), number
         sent, number = sent + grid.spoilt, number + 1
+
+
+def announcing(descr: str, shape: tuple[int, ...], body: bytes) -> Array:
+    file = io.BytesIO()
+    np.lib.format.write_array_header_1_0(file, {"descr": descr, "fortran_order": False, "shape": shape})
+    return Array("float32", (1,), "numpy.ndarray", file.getvalue() + body)
+
+
+def array(name: str, other: Array):
+    def change(records: RecordDict) -> None:
+        records.array_records[ARRAYS][name] = other
+
+    return change
+
+
+def loud(name: str):
+    def change(records: RecordDict) -> None:
+        arrays = records.array_records[ARRAYS]
+        arrays[name] = Array(np.full_like(arrays[name].numpy(), 1e30))
+
+    return change
+
+
+def fact(name: str, value: object):
+    def change(records: RecordDict) -> None:
+        for known in (records.metric_records[NUMBERS], records.config_records[TEXTS]):
+            known.pop(name, None)
+        records[NUMBERS if is_numeric(value) else TEXTS][name] = value
+
+    return change
+
+
+ONCE = {  # each of these has ended a federation, or taken it over
+    "an extra array of text": ("train", array("more", announcing("<U1", (3,), bytes(12))), "numpy.str_"),
+    "an array without a body": ("train", array("router", Array("f", (1,), "numpy.ndarray", b"")), "cannot be read"),
+    "2^60 numbers": ("train", array("router", announcing("<f4", (2**60,), bytes(16))), "header announces"),
+    "the other byte order": ("train", array("router", announcing(">f4", (4,), bytes(16))), "cannot be read"),
+    "1e30": (
+        "warm",
+        loud("router"),
+        "norm",
+    ),
+    "2^62 buckets": ("start", fact("buckets", [2**62]), "where 1 to"),
+    "texts for silhouettes": ("discover", fact("silhouettes", ["a", "b"]), "no number"),
+    "sizes of 2^63 together": ("discover", fact("sizes", [2**62, 2**62]), "are possible"),
+    "4000 buckets": ("discover", fact("sizes", [1] * 4000), "4000 entries"),
+    "an infinite count": ("evaluate", fact("count", float("inf")), "infinity"),
+    "a loss of -1e12": ("evaluate", fact("total", -1e12), "are possible"),
+    "no layers": ("hello", fact("layers", []), "0 entries"),
+    "another number of buckets": ("start", fact("experts", [0] * 9), "entries"),
+}
+
+
+@pytest.mark.parametrize("message", ONCE)
+def test_what_once_ended_a_federation_is_one_line_now(message, config, models):
+    step, change, why = ONCE[message]
+    config = changed(
+        config, data={"clients": 4, "train": 24}, training={"rounds": 1, "local_steps": 2},
+        federation={"rule": "clip", "max_share": 0.3, "patience": 5.0, "deadline": 2.0},
+    )  # fmt: skip
+    federation = Federation(config, models)
+    push = federation.grid.push_messages
+
+    def pushed(messages):
+        numbers = push(messages)
+        for asked, number in zip(messages, numbers, strict=True):
+            if asked.metadata.dst_node_id == LIAR and asked.content.config_records[TEXTS]["step"] == step:
+                (reply,) = federation.grid.replies[number]
+                change(reply.content)
+                federation.grid.replies[number] = [carried(reply)]
+        return numbers
+
+    federation.grid.push_messages = pushed
+    _, final, reports = federation.run(sites=3)
+    list(federation.engine.ask(build_method(config).evaluate, federation.engine.members, broadcast(final, 1)))
+    told = [line for line in federation.said.split("\n") if "was refused" in line]
+    assert told and all(why in line for line in told), federation.said
+    assert {0, 2, 3} <= reports[0].receipts.accepted or step in ("hello", "discover")
