@@ -206,11 +206,7 @@ ONCE = {  # each of these has ended a federation, or taken it over
     "an array without a body": ("train", array("router", Array("f", (1,), "numpy.ndarray", b"")), "cannot be read"),
     "2^60 numbers": ("train", array("router", announcing("<f4", (2**60,), bytes(16))), "header announces"),
     "the other byte order": ("train", array("router", announcing(">f4", (4,), bytes(16))), "cannot be read"),
-    "1e30": (
-        "warm",
-        loud("router"),
-        "norm",
-    ),
+    "1e30": ("warm", loud("router"), "norm"),
     "2^62 buckets": ("start", fact("buckets", [2**62]), "where 1 to"),
     "texts for silhouettes": ("discover", fact("silhouettes", ["a", "b"]), "no number"),
     "sizes of 2^63 together": ("discover", fact("sizes", [2**62, 2**62]), "are possible"),
