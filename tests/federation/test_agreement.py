@@ -29,6 +29,19 @@ def test_a_client_against_the_others_is_negative_and_a_lone_specialist_has_no_an
     assert cosines[3] is None
 
 
+def test_buckets_of_one_expert_are_told_from_the_rest_of_their_client():
+    layout = AdapterLayout(("layer",), (128,), (128,), rank=8, experts=2)
+    step = torch.randn(layout.size, generator=torch.Generator().manual_seed(1))
+    expert0 = layout.expert_of_column == 0
+    agreement = Agreement(layout)
+    for client in range(3):
+        agreement.add(update(client, step, [10, 10 if client < 2 else 0]))
+    agreement.add(update(3, torch.where(expert0, -step, step), [10, 0]))
+    against = agreement.against()
+    assert [against[client] for client in range(4)] == [[False, None]] * 3 + [[True, None]], "two have no middle"
+    assert Agreement(layout).against() == {}
+
+
 @pytest.mark.parametrize(("length", "claim"), [(1, 1_000_000), (1000, 10)])
 def test_who_claims_much_or_shouts_is_not_the_others(length, claim):
     """It would have the honest clients quarantined in its place."""

@@ -3,11 +3,13 @@
 import pytest
 import torch
 
+from fedweave.cli import main
 from fedweave.data.hostile import hostile_clients
 from fedweave.federation.hostile import BOAST, boast
 from fedweave.federation.rounds import one_round
 from fedweave.methods import build_method
 from tests.federations import changed, make_engine
+from tests.helpers import events
 
 pytestmark = pytest.mark.usefixtures("smooth_optimiser")
 
@@ -59,12 +61,31 @@ def test_a_thousand_times_the_examples_are_believed_and_held_down_by_the_ceiling
     assert moves[0] < 0 < moves[1]
 
 
-def test_who_claims_experts_that_it_was_not_given_is_refused(config, backbone):
+@pytest.mark.parametrize("labels", ["buckets", "router"])
+def test_who_claims_experts_that_it_was_not_given_is_refused(labels, config, backbone):
+    """Where the router labels examples any of them may be any expert's, but each is one's alone."""
     config = changed(
         config, attack={"kind": "claim", "clients": 0.2}, data={"clients": 5, "partition": "pure"},
         training={"rounds": 1}, discovery={"max_buckets": 1}, federation={"rule": "clip"},
+        experts={"labels": labels, "shared_rank": 8 * (labels == "router")},
     )  # fmt: skip
     _, _, report, engine = first_round(config, backbone)
     (hostile,) = hostile_clients(config)
     ((name, why),) = report.receipts.refused
     assert name == engine.members[hostile].name and "claims" in why
+
+
+def test_quarantine_may_begin_and_end_when_a_run_is_resumed(tmp_path, small, says):
+    """The operator sees who pulls against the others only when it has happened."""
+    attacked = [
+        "method=fedit", "data.clients=5", "training.local_steps=2", "attack.kind=flip", "attack.clients=0.2",
+        "federation.quarantine=2", "training.rounds=3", f"output={tmp_path / 'run'}",
+    ]  # fmt: skip
+    assert main(["run", "quickstart", *small, *attacked, "--quiet"]) == 0
+    for quarantine, rounds in ((0, 4), (1, 5)):
+        again = [f"federation.quarantine={quarantine}", f"training.rounds={rounds}", "--quiet"]
+        assert main(["resume", str(tmp_path / "run"), *again]) == 0
+    rounds = events(tmp_path / "run", "round")
+    (liar,) = rounds[1]["quarantined"]
+    assert [liar in event["participants"] for event in rounds] == [True, True, False, True, False]
+    assert f"round 2: {liar} in quarantine" in says("watch", tmp_path / "run", "--once")

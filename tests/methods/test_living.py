@@ -10,7 +10,9 @@ import torch
 
 from fedweave.errors import UserError
 from fedweave.federation.client import Client, examples_of
+from fedweave.federation.message import Message
 from fedweave.federation.rounds import federate
+from fedweave.federation.steps import Asked
 from fedweave.methods import build_method
 from fedweave.methods.newcomers import apart
 from fedweave.methods.prototypes import first_adapter
@@ -121,6 +123,18 @@ def test_who_feeds_an_expert_no_more_leaves_it_as_it_is(living, backbone):
         assert torch.equal(old, new) == (m in unfed)
 
 
+def test_a_client_brings_no_more_buckets_than_new_rows_can_form(living, backbone):
+    """However often it is asked: not hundreds, which all would have to be signed."""
+    engine, method = federation(living, backbone)
+    state = method.prepare(engine)
+    member, most = engine.members[0], living.discovery.max_buckets
+    asked = Asked(member, Message(facts={"t": 1, "experts": state.layout.experts}), engine.layers, engine.width)
+    engine.detach()
+    member.assignment = [0] * 50  # as it would have said the round before
+    limit = method.news.figures(asked)["sizes"].length[1]
+    assert len(set(member.assignment)) + most <= limit <= 2 * max(most, state.layout.experts + 1)
+
+
 def test_a_bucket_has_the_same_signature_at_any_time(living, backbone):
     """Warmups start from the common A₀, not from what has been trained since: signatures stay comparable."""
     engine, method = federation(living, backbone)
@@ -164,9 +178,15 @@ def test_nobody_is_asked_about_an_expert_that_cannot_open(living, backbone):
     for notice in ("open", "ask"):
         full = changed(living, living={"notice": notice}, alignment={"max_experts": 2})
         engine, method = federation(full, backbone)
+        said: list[str] = []
+        engine.console.say = said.append
         _, change = method.live(engine, method.prepare(engine), 1)
         engine.detach()
-        assert any(bucket.distance > change.limit for bucket in change.placed)
+        far = [bucket for bucket in change.placed if bucket.distance > change.limit]
+        told = [
+            line for line in said if "although far: a new one has too few rows (living.least) or no room" in line
+        ]
+        assert far and len(told) == len(far), "and the operator hears of it"
         placed[notice] = [bucket.expert for bucket in change.placed]
     assert placed["ask"] == placed["open"] and min(placed["ask"]) >= 0
 

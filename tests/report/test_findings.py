@@ -63,6 +63,10 @@ CASES = {  # finding -> (fires, keeps quiet)
         {"discovery": discovery(2, audit=audit(0.95, 0.9))},
     ),
     "client_that_hurts": ({"events": pulling(-0.3, -0.2, 0.1)}, {"events": pulling(-0.3, 0.4, 0.3)}),
+    "in_quarantine": (
+        {"events": [rounded(3, quarantined=["site-q", "site-r's buckets of expert 2"])]},
+        {"events": [rounded(3)]},
+    ),
     "refused_answers": (
         {"events": [rounded(1, refused=[{"client": "odd", "reason": "it holds NaN"}])]},
         {"events": [rounded(1)]},

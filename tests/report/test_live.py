@@ -38,6 +38,11 @@ def test_a_run_whose_start_was_validated_a_moment_ago_is_shown(record):
     assert "expert 1   25%" in shown and "entropy 50%" in shown
 
 
+def test_who_came_into_quarantine_is_shown(record):
+    event = {"event": "round", "round": 1, "train_loss": 1.0, "quarantined": ["site-q"]}
+    assert "round 1: site-q in quarantine" in render(record(events=[event]))
+
+
 def test_a_stopped_run_says_how_to_go_on(record):
     assert "fedweave resume runs/x" in render(record(live={"state": "stopped", "phase": {}, "round_seconds": []}))
 

@@ -108,10 +108,14 @@ class Evaluate(Summed[Loss]):
 
     def read_total(self, asked: Asked, totals: dict[str, torch.Tensor], clients: int) -> Loss:
         total, entropy, count = (float(totals[FIGURE + name]) for name in ("total", "entropy", "count"))
-        noised = self.method.config.privacy.level != "none"
-        if not noised and not (0 <= total <= MOST_LOSS * count and 0 <= entropy <= MOST_LOSS * count):
-            raise Refused("its losses are of no examples")
-        return Loss(total, entropy, round(count))
+        return self._possible(Loss(total, entropy, round(count)))
 
     def read(self, asked: Asked, parts: dict[str, torch.Tensor], figures: Facts) -> Loss:
-        return Loss(figures["total"], figures["entropy"], int(figures["count"]))
+        return self._possible(Loss(figures["total"], figures["entropy"], int(figures["count"])))
+
+    def _possible(self, told: Loss) -> Loss:
+        """Sums that so many examples can have, or :class:`Refused`; where there is noise any may be one."""
+        noised, most = self.method.config.privacy.level != "none", MOST_LOSS * told.count
+        if not noised and not (0 <= told.total <= most and 0 <= told.entropy <= most):
+            raise Refused("its losses are of no examples")
+        return told

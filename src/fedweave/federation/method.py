@@ -81,6 +81,7 @@ class Method(ABC):
     own_routing = "sparse"  # how the method means its experts to be used at inference
     trains_router = True  # False: the router of a method with experts stays as it was prepared, and sends nothing
     discovers = False  # whether clients sign their units before round 1, so that experts can be aligned
+    every_expert = False  # True: a client's examples count for every expert, and not for one of them each
     opens = False  # whether experts can open in mid-run, for kinds that come later
     units: Units = staticmethod(whole_clients)
 

@@ -102,8 +102,11 @@ class News(Step[Told]):
             })  # fmt: skip
 
     def figures(self, asked: Asked) -> dict[str, Figure]:
-        rows = self.config.federation.max_samples
-        most = len(asked.member.assignment) + max(asked.width, self.config.discovery.max_buckets)
+        rows, most = self.config.federation.max_samples, self.config.discovery.max_buckets
+        more = asked.width if self.method.uses_labels else most  # where a bound is told kinds, each is a bucket
+        most = (
+            max(most, asked.question.facts["experts"] + 1) + more
+        )  # known ones, at last one an expert, and new ones
         return {
             "sizes": Figure(int, 0, rows, (1, most)),
             "experts": Figure(int, -1, asked.question.facts["experts"] - 1, (1, most)),

@@ -5,9 +5,10 @@ Lines 1 to 6 (discovery, alignment, initialisation) are a method's ``prepare``; 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 import numpy as np
 
@@ -36,6 +37,7 @@ def federate(
     """Lines 7 to 15. ``after_round`` validates and saves, and may name another state to go on from; a run that
     resumes starts at a later round."""
     for t in rounds:
+        engine.quarantined = Quarantine.of(method.config, state).clients
         for newcomer in engine.newcomers():
             if line := method.admit(engine, state, newcomer):
                 engine.welcome(newcomer)
@@ -44,40 +46,67 @@ def federate(
         if not (present := engine.present()):
             raise UserError(
                 f"nobody has rows to train on in round {t + 1}: they are gone, wait for more (living.least) or for "
-                "the operator (living.notice=ask). The last checkpoint is intact: continue with `fedweave resume`."
+                "the operator (living.notice=ask, federation.quarantine). The last checkpoint is intact: "
+                "continue with `fedweave resume`."
             )
-        trusted = [member for member in present if not _quarantined(method.config, state, member)]
-        participants = sample_clients(trusted, method.config, t)  # line 8: S_t
+        participants = sample_clients(present, method.config, t)  # line 8: S_t
         state, report = one_round(method, engine, state, participants, t)
         report.change = change
         state = after_round(state, report) or state
     return state
 
 
-def _quarantined(config: Config, state: ServerState, member: Member) -> bool:
-    return 0 < config.federation.quarantine <= state.doubts.get(member.name, 0)
+class Quarantine(NamedTuple):
+    """Who has pulled against the others in ``federation.quarantine`` rounds in a row."""
+
+    clients: frozenset[str]  # they are not asked anything again
+    buckets: dict[str, list[int]]  # client -> experts in which it counts nothing: its buckets of them did
+
+    @classmethod
+    def of(cls, config: Config, state: ServerState) -> Quarantine:
+        most = config.federation.quarantine or math.inf
+        clients = frozenset(name for name, rounds in state.doubts.items() if rounds >= most)
+        buckets = {
+            name: [m for m, rounds in enumerate(own) if rounds >= most]
+            for name, own in state.bucket_doubts.items()
+            if name not in clients
+        }
+        return cls(clients, buckets)
+
+    def since(self, before: Quarantine) -> list[str]:
+        """Who is in it and was not before, for people."""
+        new = [
+            (name, m) for name, own in self.buckets.items() for m in own if m not in before.buckets.get(name, [])
+        ]
+        return [
+            *sorted(self.clients - before.clients),
+            *(f"{name}'s buckets of expert {m}" for name, m in sorted(new)),
+        ]
 
 
 def one_round(
     method: Method, engine: Engine, state: ServerState, participants: Sequence[Member], t: int
 ) -> tuple[ServerState, RoundReport]:
     """Lines 9 to 14. A round in which too few answers can be used is repeated from the same state."""
-    settings = method.config.federation
+    settings, before = method.config.federation, Quarantine.of(method.config, state)
     for attempt in range(1 + settings.repeats):
         question = broadcast(state, t)  # line 9
-        report = RoundReport(t, participants, Agreement(state.layout), Receipts(recent=state.norms))
+        receipts = Receipts(recent=state.norms)
+        report = RoundReport(t, participants, Agreement(state.layout), receipts, muted=before.buckets)
         needed = method.train.broadcast_size(state.layout, state.router, t)
         report.bytes_down = question.size if engine.travels else needed
         replies = engine.ask(method.train, participants, question, report.receipts)  # lines 10-13
         moved = method.aggregate(engine, state, report.listen(replies))  # line 14
         if len(report.receipts.accepted) >= settings.min_answers:
-            moved = replace(moved, norms=report.receipts.remembered(), doubts=report.doubts(state.doubts))
-            for member in participants:
-                if _quarantined(method.config, moved, member):
-                    engine.console.warn(
-                        f"{member.name} has pulled against the others in {settings.quarantine} rounds in a row; it "
-                        "is not asked again."
-                    )
+            doubts, bucket_doubts = report.doubts(state.doubts), report.bucket_doubts(state.bucket_doubts)
+            moved = replace(moved, norms=report.receipts.remembered(), doubts=doubts, bucket_doubts=bucket_doubts)
+            after = Quarantine.of(method.config, moved)
+            engine.quarantined, report.quarantined = after.clients, after.since(before)
+            for who in report.quarantined:
+                engine.console.warn(
+                    f"quarantine: {who} pulled against the others in {settings.quarantine} rounds in a row, and "
+                    f"{'is not asked again' if who in after.clients else 'count there no more'}."
+                )
             return moved, report
         got = len(report.receipts.accepted)
         short = f"round {t + 1} got {got} of the {settings.min_answers} usable answers that it needs"
@@ -113,6 +142,8 @@ class RoundReport:
     tokens: int = 0
     bytes_down: int = 0  # what each participant received
     change: Change | None = None  # what happened before it
+    muted: Mapping[str, Sequence[int]] = field(default_factory=dict)  # client -> experts in which it counts nothing
+    quarantined: Sequence[str] = ()  # who came into quarantine by it
 
     def __post_init__(self) -> None:
         self.receipts.norms = {EXPERTS: [], ROUTER: []}  # remembered even where a method has no router
@@ -123,6 +154,7 @@ class RoundReport:
             if update.losses:  # under differential privacy nobody tells
                 self.losses[member.name] = float(np.mean(update.losses))
             self.tokens += update.tokens
+            update.counts[list(self.muted.get(member.name, []))] = 0
             if update.client != TOGETHER:
                 self.agreement.add(update)
             yield update
@@ -135,6 +167,16 @@ class RoundReport:
             name = names[index]
             after[name] = after.get(name, 0) + 1 if cosine is not None and cosine < AGAINST else 0
         return {name: count for name, count in after.items() if count}
+
+    def bucket_doubts(self, before: Mapping[str, list[int]]) -> dict[str, list[int]]:
+        """The same of a client's buckets of every expert, [M]; rounds in which it cannot be told change nothing."""
+        names, after = {member.index: member.name for member in self.participants}, dict(before)
+        for index, against in self.agreement.against().items():
+            had = [*before.get(names[index], []), *[0] * len(against)]
+            after[names[index]] = [
+                n if told is None else told * (n + 1) for n, told in zip(had, against, strict=False)
+            ]
+        return {name: rounds for name, rounds in after.items() if any(rounds)}
 
     @property
     def train_loss(self) -> float | None:

@@ -87,7 +87,6 @@ class Reply(ABC, Generic[R]):
 
     name: str  # of the question
     of_data = True  # False: no answer to it depends on data, so that none is filtered
-    exact = False  # True: its answers are plain sums over rows, and two of them differ by the rows that one lacks
 
     def said(self, t: int) -> str:
         """The question as an operator reads it."""
@@ -101,6 +100,10 @@ class Reply(ABC, Generic[R]):
         """The tensors of a reply with these figures; figures that contradict each other or what was agreed are
         refused here."""
         return {}
+
+    def sums(self, rows: int) -> list[slice]:
+        """Where its answers are plain sums over a client's rows: over which of so many."""
+        return []
 
     def reach(self, asked: Asked, limit: str, size: int) -> tuple[float, str]:
         """The farthest that the question can lead ``size`` numbers of one limit, as a norm, and what that is."""

@@ -110,6 +110,8 @@ class Train(Summed[Update]):
         for m, (count, most) in enumerate(zip(counts, self.method.claims(asked.member, len(counts)), strict=True)):
             if count > most:
                 raise Refused(f"it claims {count:g} examples for expert {m}, where its buckets have {most}")
+        if sum(counts) > samples and not self.method.every_expert:
+            raise Refused(f"it claims {sum(counts):g} examples for all experts, and has {samples}")
         state = received(asked.question, asked.layers, asked.question.tensors["theta"].device)
         columns = self.columns(state.layout, state.theta.device, asked.question.facts["t"])
         parts = {name: Part((len(columns[name]),), rounded=True, limit=EXPERTS) for name in _sent(columns, counts)}

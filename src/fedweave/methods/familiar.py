@@ -59,7 +59,7 @@ class Moments(NamedTuple):
 class AskMoments(Summed[Moments]):
     """What are the features of each half of your prompts and their products, summed up?"""
 
-    name, exact = "moments", True
+    name = "moments"
 
     def __init__(self, config: Config):
         self.config = config
@@ -67,14 +67,16 @@ class AskMoments(Summed[Moments]):
     def answer(self, compute: Compute, clients: Sequence[Client], question: Message) -> Iterator[Answer]:
         for client in clients:
             x = client.data.features[client.rows].double()  # [n, d]; a variance is a small difference of large sums
-            if len(x) < 2 * _ROWS:  # a sum of a few features is nearly a feature
-                x = x[:0]
-            halves = [x[::2], x[1::2]]
+            halves = [x[half] for half in self.sums(len(x))] or [x[:0], x[:0]]
             row, column = torch.triu_indices(x.shape[1], x.shape[1])
             products = torch.stack([(half.T @ half)[row, column] for half in halves])
             yield Answer(
-                {"sums": torch.stack([half.sum(0) for half in halves]), "products": products}, {"samples": len(x)}
+                {"sums": torch.stack([half.sum(0) for half in halves]), "products": products},
+                {"samples": sum(map(len, halves))},
             )
+
+    def sums(self, rows: int) -> list[slice]:
+        return [slice(0, None, 2), slice(1, None, 2)] if rows >= 2 * _ROWS else []  # of few it is nearly a feature
 
     def figures(self, asked: Asked) -> dict[str, Figure]:
         return {"samples": Figure(int, 0, min(len(asked.member), self.config.federation.max_samples), summed=True)}
@@ -205,6 +207,7 @@ class AskDistances(Summed[torch.Tensor]):
     def answer(self, compute: Compute, clients: Sequence[Client], question: Message) -> Iterator[Answer]:
         for client in clients:
             x = client.data.features[client.rows].to(compute.device)
+            x = x if len(x) >= 2 * _ROWS else x[:0]  # where the server names the directions, few tell of each
             counts = count_far(x, question.tensors, question.facts["mean_far"])
             yield Answer(figures={"counts": counts.tolist()})
 

@@ -154,6 +154,7 @@ class FedWeave(Aligned):
 
 class WithoutPrototypeExpert(FedWeave):
     summary = "ablation: experts averaged over whole clients, like the router (client/client)"
+    every_expert = True
 
     def counts(self, client: Client, state: RoutedExperts) -> torch.Tensor:
         return torch.full((state.layout.experts,), float(len(client)))

@@ -185,9 +185,10 @@ class Living:
         router, phi = router.narrowed(state.phi[0], kept)
         lists = {name: state.report.get(name, []) for name in ("signed_buckets", "born", "idle")}
         report = state.report | {name: [had[m] for m in kept if m < len(had)] for name, had in lists.items()}
+        doubts = {name: [had[m] for m in kept if m < len(had)] for name, had in state.bucket_doubts.items()}
         return replace(
             state, layout=narrow, theta=theta, router=router, phi=phi[None], signatures=state.signatures[kept],
-            report=report,
+            report=report, bucket_doubts=doubts,
         )  # fmt: skip
 
 

@@ -161,6 +161,8 @@ def placed_lines(change: Change) -> Iterator[str]:
         kept = "kept apart; resume with living.notice=open to open an expert"
         where = f"expert {bucket.expert}" if bucket.expert >= 0 else kept
         new = " opens" if bucket.expert in change.opened else ""
+        if change.limit is not None and change.limit < bucket.distance and bucket.expert == bucket.nearest:
+            new = ", although far: a new one has too few rows (living.least) or no room (alignment.max_experts)"
         yield (
             f"before round {change.t + 1}: {bucket.rows} rows of {bucket.client} lie {bucket.distance:.2f} from "
             f"expert {bucket.nearest} (limit {change.limit:.2f}; loss {bucket.loss:.2f}, its others "

@@ -83,13 +83,9 @@ class Aligned(Method):
         )
         options = {"method": settings.linkage, "least": settings.least_silhouette, "min_share": settings.min_share}
         aligned = self.align(distance, settings.max_experts, sizes=sizes, **options)  # line 5
-        shown = distance.astype(float).round(6).tolist() if len(distance) <= _SHOWN_PROTOTYPES else None
+        whose = [member.index for member, told in zip(engine.members, found, strict=True) for _ in told.sizes]
         report = assign(engine.members, found, aligned.experts, aligned.labels.tolist())
-        report |= {
-            "alignment_silhouettes": aligned.silhouettes,
-            "alignment_note": aligned.note,
-            "signature_distance": shown,
-        }
+        report |= {"alignment_silhouettes": aligned.silhouettes, "alignment_note": aligned.note}
         # Line 6: an expert starts as the mean of its buckets' warmup adapters; the router starts at random.
         layout = engine.layout(config.experts.rank, report["experts"], shared)
         theta = start_experts(engine, self.start, layout, started) if self.start else layout.initial(config.seed)
@@ -104,7 +100,11 @@ class Aligned(Method):
             experts = layout.unstack(theta)
             theta = narrow.stack([experts[m] for m in own], theta[layout.expert_of_column == layout.experts])
             layout, assigned = narrow, [m for member in engine.members for m in member.assignment]
-            report |= told | {"experts": layout.experts, "prototype_labels": assigned}
+            report |= told | {"experts": layout.experts, "prototypes": len(assigned), "prototype_labels": assigned}
+            here = np.isin(whose, [member.index for member in engine.members])  # who was silent takes no part
+            distance, blocks = distance[np.ix_(here, here)], [block[here] for block in blocks]
+        shown = distance.astype(float).round(6).tolist() if len(distance) <= _SHOWN_PROTOTYPES else None
+        report["signature_distance"] = shown
         down = 4 * router.size * config.router.warm_start.rounds
         if self.familiar is not None:
             router, phi = self.familiar.learn(engine, router, phi, warmed)

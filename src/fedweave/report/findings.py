@@ -98,6 +98,18 @@ def client_that_hurts(run: RunRecord) -> str | None:
     )
 
 
+@finding("warning", "Clients were left out")
+def in_quarantine(run: RunRecord) -> str | None:
+    """Clients, or their buckets of an expert, that pulled against the others for too long."""
+    left_out = [f"{who} (round {event['round']})" for event in run.rounds for who in event.get("quarantined", [])]
+    if not left_out:
+        return None
+    return (
+        f"In quarantine since they pulled against the others: {', '.join(left_out)}. Look at their data; resume "
+        "with federation.quarantine=0 to take them back."
+    )
+
+
 @finding("warning", "Answers were refused")
 def refused_answers(run: RunRecord) -> str | None:
     """Clients whose answers the server did not use."""

@@ -105,8 +105,18 @@ def _load(run: RunRecord, width: int) -> str:
 
 
 def _changes(run: RunRecord) -> str:
-    lines = [f"  before round {event['round']}: {line}" for event in run.changes for line in happened(event)]
-    return "\n".join(lines[-_SHOWN_CHANGES:])
+    lines = [
+        (event["round"], f"before round {event['round']}: {line}")
+        for event in run.changes
+        for line in happened(event)
+    ]
+    lines += [
+        (event["round"], f"round {event['round']}: {who} in quarantine")
+        for event in run.rounds
+        for who in event.get("quarantined", [])
+    ]
+    shown = sorted(lines, key=lambda line: line[0])[-_SHOWN_CHANGES:]
+    return "\n".join(f"  {text}" for _, text in shown)
 
 
 def _end(run: RunRecord) -> str:

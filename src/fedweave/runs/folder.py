@@ -183,6 +183,7 @@ class RunFolder:
             "shares": state.shares,
             "norms": state.norms,
             "doubts": state.doubts,
+            "bucket_doubts": state.bucket_doubts,
             "answered": context.engine.answered,
             "report": state.report,
             "clients": [client.record() for client in context.engine.members],

@@ -28,7 +28,7 @@ def round_record(report: RoundReport) -> RoundEvent:
     """One round: losses, tokens, upload, and how each client agreed with the others."""
     cosines, receipts = report.agreement.cosines(), report.receipts
     names = {client.index: client.name for client in report.participants}
-    return {
+    record: RoundEvent = {
         "event": "round",
         "round": report.t + 1,
         "train_loss": report.train_loss,
@@ -41,6 +41,9 @@ def round_record(report: RoundReport) -> RoundEvent:
         "client_losses": dict(sorted(report.losses.items())),
         "agreement": {names[index]: cosine for index, cosine in cosines.items()},
     }
+    if report.quarantined:
+        record["quarantined"] = list(report.quarantined)
+    return record
 
 
 def change_record(change: Change, state: ServerState, members: Sequence[Member]) -> ChangeEvent:

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TypedDict
 
 import torch
+from typing_extensions import NotRequired
 
 from fedweave.backbone.catalog import other_weights
 from fedweave.backbone.load import Backbone
@@ -39,6 +40,7 @@ LATER = (
     "federation.patience",
     "federation.test",
     "federation.fingerprint",
+    "federation.quarantine",
 )
 FREE_KEYS = (*LATER, *PLACES)  # what a resumed run may change
 
@@ -60,6 +62,7 @@ class CheckpointMeta(TypedDict):
     shares: list[float]
     norms: dict[str, list[float]]
     doubts: dict[str, int]
+    bucket_doubts: NotRequired[dict[str, list[int]]]
     answered: dict[str, dict[str, int]]  # client -> question -> how often it was asked
     report: dict[str, object]  # an AlignmentReport
     clients: list[dict[str, object]]  # as they record themselves
@@ -112,6 +115,7 @@ class Snapshot:
             signatures=on_device.get("signatures"),
             norms=meta["norms"],
             doubts=meta["doubts"],
+            bucket_doubts=meta.get("bucket_doubts", {}),
             report=meta["report"],
         )
 

@@ -5,7 +5,8 @@ from types import SimpleNamespace
 import pytest
 
 from fedweave.federation.evaluate import Loss, does_better, overall
-from fedweave.federation.message import Message
+from fedweave.federation.message import Message, Refused
+from fedweave.methods import build_method
 from fedweave.runs.federated import SitesRun
 from tests.federation.flower.conftest import Federation
 from tests.federations import changed
@@ -17,6 +18,14 @@ def test_one_of_five_sites_does_not_pick_the_round(liar):
     before, now = (sites | {"liar": 1.0} for sites in honest)
     assert does_better(now | {"liar": liar}, before) is True
     assert does_better(before | {"liar": liar}, now) is False
+
+
+@pytest.mark.parametrize("told", [{"total": 1e9, "count": 1}, {"total": 1.0, "count": 0}, {"entropy": 1e9}])
+def test_losses_are_such_as_so_many_examples_can_have(told, config):
+    step = build_method(config).evaluate
+    with pytest.raises(Refused, match="of no examples"):
+        step.read(None, {}, {"total": 5.0, "entropy": 1.0, "count": 3} | told)
+    assert step.read(None, {}, {"total": 0.0, "entropy": 0.0, "count": 0}).count == 0
 
 
 def test_who_comes_and_goes_decides_nothing():

@@ -16,6 +16,7 @@ from fedweave.methods import build_method
 from fedweave.settings import to_tree
 from tests.federation.flower.conftest import Federation
 from tests.federation.flower.test_one_truth import changed
+from tests.federations import changed as with_sections
 
 NODE = 101  # client_1's
 
@@ -42,6 +43,25 @@ def test_a_round_goes_on_without_a_site_and_takes_it_back(fate, line, config, mo
     assert f"client_1 {line}" in federation.said
     method_state = state
     assert all(report.participants[1].name == "client_1" for report in reports) and method_state.theta.any()
+
+
+QUESTIONS = ["discover", "warm", "relabel", "moments", "distances"]
+
+
+@pytest.mark.parametrize("question", QUESTIONS)
+def test_a_site_that_dies_before_the_first_round_takes_nobody_with_it(question, config, models):
+    """With the questions of the weave recipe; whoever was not aligned joins later."""
+    woven = with_sections(
+        config,
+        experts={"labels": "router", "shared_rank": 8},
+        router={"familiar": 0.9},
+        alignment={"min_share": 0.05},
+    )
+    federation = without(woven, models, lambda step, t: "dies" if step == question else "answers")
+    state, _, reports = federation.run()
+    assert all({0, 2} <= report.receipts.accepted for report in reports)
+    report = state.report
+    assert len(report["signature_distance"]) == report["prototypes"] == len(report["prototype_labels"])
 
 
 def test_weights_renormalise_over_those_that_answered(config, models):
@@ -222,6 +242,15 @@ def test_one_site_cannot_say_what_the_model_is(facts, config, models):
     _, _, reports = federation.run(sites=3)
     assert "site liar is turned away" in federation.said
     assert all(len(report.receipts.accepted) == 3 for report in reports)
+
+
+def test_whose_model_keeps_a_federation_waiting_is_said(config, models):
+    """As many as are needed are here, and one of them has another model: nobody would see what is missing."""
+    federation = Federation(with_federation(changed(config), patience=1.0), models)
+    Liar(federation, width=7)
+    with pytest.raises(UserError, match=r"\(here: client_0, .*; with another model than most: liar\)"):
+        federation.engine.enrol(4)
+    assert "waiting for 4 sites; here: client_0, client_1, client_2, liar; with another" in federation.said
 
 
 def test_the_operator_says_what_the_model_is(config, models):

@@ -179,21 +179,60 @@ def test_an_expert_of_fewer_examples_than_the_floor_is_not_sent(site, config):
         assert all(len(pool) >= floors.least for pool in method.pools(client, state))
 
 
+WORDS = ("Do", "Now", "Then", "Please", "Also", "First")
+
+
 def test_two_sums_of_features_do_not_differ_by_one_prompt(site, config):
     """The server says how many rows are kept back, and to which federation a question belongs."""
     config = changed(config, discovery={"max_buckets": 1}, experts={"shared_rank": 8}, router={"familiar": 0.9})
     told = []
-    for name, holdout in (("first", 0.0), ("again", 0.0), ("another", 0.1), ("half", 0.4)):
-        victim = site(
-            *(row.replace('prompt": "', f'prompt": "{word} ') for word in ("Do", "Now", "Then") for row in ROWS)
-        )
+    for name, holdout in (("first", 0.0), ("again", 0.0), ("another", 0.03), ("half", 0.4)):
+        victim = site(*(row.replace('prompt": "', f'prompt": "{word} ') for word in WORDS for row in ROWS))
         asked = changed(config, data={"holdout": holdout})
         facts = {**question(asked, "discover").facts, "federation": name}
         facts["sizes"] = victim.answer(Message(facts=facts)).facts["sizes"]
         told.append(victim.answer(Message(facts=facts | {"step": "moments", "assignment": [0]})).facts)
     assert [facts.get("samples", facts.get("error")) for facts in told] == [
-        36, 36, "this sum would differ from an earlier one by fewer than 10 rows", 22,
+        72, 72, "this sum and earlier ones together would tell of fewer than 5 rows", 44,
     ]  # fmt: skip
+
+
+def test_no_number_of_sums_tells_a_feature(site, config):
+    """Each lacks a dozen other rows, by the seed, which is the server's: equations enough for every row of them."""
+    config = changed(
+        config,
+        discovery={"max_buckets": 1},
+        experts={"shared_rank": 8},
+        router={"familiar": 0.9},
+        data={"holdout": 0.2},
+    )
+    victim = site(*(row.replace('prompt": "', f'prompt": "{word} ') for word in WORDS for row in ROWS))
+    prompts, equations = {}, []
+    for seed in range(60):
+        facts = {**question(changed(config, seed=seed), "discover").facts, "federation": f"seed {seed}"}
+        facts["sizes"] = victim.answer(Message(facts=facts)).facts["sizes"]
+        told = victim.answer(Message(facts=facts | {"step": "moments", "assignment": [0]}))
+        client = victim.session.client
+        rows = [client.data.examples[i].prompt.ids.tobytes() for i in client.rows]
+        if "sums" in told.tensors:
+            for part in (rows[::2], rows[1::2]):
+                row = torch.zeros(len(WORDS) * len(ROWS), dtype=torch.float64)
+                row[[prompts.setdefault(prompt, len(prompts)) for prompt in part]] = 1.0
+                equations.append(row)
+    known = torch.stack(equations)
+    found = (torch.linalg.pinv(known) @ known).diagonal()  # 1: this row's feature follows
+    assert 0 < len(equations) < 120 and found.max() < 0.5
+
+
+def test_few_rows_say_nothing_of_how_far_out_they_lie(site, config):
+    config = changed(config, discovery={"max_buckets": 1}, experts={"shared_rank": 8}, router={"familiar": 0.9})
+    victim = site(*ROWS[:9])
+    facts = question(config, "discover").facts
+    facts["sizes"] = victim.answer(Message(facts=facts)).facts["sizes"]
+    d = victim.session.engine.width
+    spans = {"mean": torch.zeros(2, d), "scale": torch.eye(d)[:1].repeat(2, 1), "axes": torch.zeros(2, 1, d)}
+    asked = facts | {"step": "distances", "assignment": [0], "mean_far": [1.0, 1.0]}
+    assert not any(victim.answer(Message(spans, asked)).facts["counts"])
 
 
 def test_a_question_that_cannot_be_opened_does_not_stop_a_site(site, console):

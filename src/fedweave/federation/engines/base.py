@@ -30,6 +30,7 @@ class Engine(ABC):
     width: int  # d of the router's features
     grows = False  # whether clients may come after alignment
     travels = True  # whether messages leave the process
+    quarantined: frozenset[str] = frozenset()  # clients that are not asked anything
 
     @cached_property
     def answered(self) -> dict[str, dict[str, int]]:
@@ -56,6 +57,7 @@ class Engine(ABC):
         self, step: Reply, read: Reply[R], members: Sequence[Any], question: Message, receipts: Receipts
     ) -> Iterator[tuple[Any, R]]:
         """Put a question and let in what can be ``read``."""
+        members = [member for member in members if member.name not in self.quarantined]
         asked = [Asked(member, question, self.layers, self.width) for member in members]
         for member in members:
             answers = self.answered.setdefault(member.name, {})
@@ -74,7 +76,7 @@ class Engine(ABC):
 
     def present(self) -> Sequence[Any]:
         """Who can be asked to train."""
-        return [member for member in self.members if member.takes_part]
+        return [member for member in self.members if member.takes_part and member.name not in self.quarantined]
 
     def newcomers(self) -> Sequence[Any]:
         """Clients that came after alignment and have no experts yet."""

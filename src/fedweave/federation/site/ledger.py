@@ -11,6 +11,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TypedDict
 
+import numpy as np
+
 from fedweave.config import Config
 from fedweave.federation.site.floors import Declined
 from fedweave.federation.site.settings import Floors
@@ -27,31 +29,45 @@ class Entry(TypedDict):
 
 
 class Sums:
-    """The rows of every plain sum that a site has told, in ``path`` or in memory. The difference of two sums is the
-    sum over the rows that only one of them has, and of one row that is its feature."""
+    """The rows of every plain sum that a site has told, in ``path`` or in memory. Sums that differ by one row tell
+    its feature, and many that differ by a dozen each can be solved for the feature of every row. So in no
+    combination of all that was told may a row count for more than one of ``fewest`` rows does in their sum."""
 
-    fewest = 10  # rows that tell little of each other
+    fewest = 5  # rows that tell little of each other
 
     def __init__(self, path: Path | None):
         self.path = path
         self.told: list[list[str]] = []
 
-    def tell(self, rows: Sequence[bytes]) -> None:
-        """Remember a sum over these rows, or :class:`Declined` where it would tell of too few of them."""
-        if len(rows) < self.fewest:  # they are told by no sum
-            return
+    def tell(self, rows: Sequence[bytes], sums: Sequence[slice]) -> None:
+        """Remember sums over these parts of the rows, or :class:`Declined` where all that were told would then tell
+        of too few of them."""
         mend = "restore it: it says of which rows this site has told sums"
-        if self.path is not None and (told := read_json(self.path, dict[str, list[list[str]]], mend)) is not None:
-            self.told = told["rows"]
-        own = Counter(hashlib.sha256(row).hexdigest()[:16] for row in rows)
-        for earlier in map(Counter, self.told):
-            if 0 < sum(((own - earlier) + (earlier - own)).values()) < self.fewest:
-                raise Declined(f"this sum would differ from an earlier one by fewer than {self.fewest} rows")
-        if own not in map(Counter, self.told):
-            self.told.append(sorted(own.elements()))
-        if self.path is not None:
+        if self.path is not None and (known := read_json(self.path, dict[str, list[list[str]]], mend)) is not None:
+            self.told = known["rows"]
+        names, seen = [], Counter[str]()
+        for row in rows:  # the same row twice is two rows
+            name = hashlib.sha256(row).hexdigest()[:16]
+            names.append(f"{name}.{seen[name]}" if seen[name] else name)
+            seen[name] += 1
+        told = self.told + [own for part in sums if (own := sorted(names[part])) and own not in self.told]
+        if told and largest_part(told) > 1 / self.fewest + 1e-9:
+            raise Declined(f"this sum and earlier ones together would tell of fewer than {self.fewest} rows")
+        self.told = told
+        if self.path is not None and told:
             self.path.parent.mkdir(parents=True, exist_ok=True)
             write_json(self.path, {"rows": self.told})
+
+
+def largest_part(sums: Sequence[Sequence[str]]) -> float:
+    """The most that one row counts for in any combination of these sums of rows, in squares: its leverage,
+    max over w of (w·a)² / |w·A|², where A [sums, rows] says who is in which, and a is the row's column."""
+    place = {name: i for i, name in enumerate(dict.fromkeys(name for own in sums for name in own))}
+    members = np.zeros((len(sums), len(place)))
+    for row, own in zip(members, sums, strict=True):
+        row[[place[name] for name in own]] = 1.0
+    inverse = np.linalg.pinv(members @ members.T, rcond=1e-9, hermitian=True)
+    return float(((inverse @ members) * members).sum(0).max())
 
 
 class Ledger:

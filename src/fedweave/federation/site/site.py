@@ -249,8 +249,9 @@ class Site:
             self.ledger.spend(session.key[2], session.key[0], step.name, floors)
         client, engine = session.client, session.engine
         client.held = session.feed.held
-        if step.exact and self.source.secret and not session.key[0].federation.secure_aggregation:
-            self.sums.tell([client.data.examples[i].prompt.ids.tobytes() for i in client.rows])
+        alone = self.source.secret and not session.key[0].federation.secure_aggregation
+        if alone and (sums := step.sums(len(client.rows))):
+            self.sums.tell([client.data.examples[i].prompt.ids.tobytes() for i in client.rows], sums)
         asked = [Asked(session.client, question, engine.layers, engine.width)]
         ((_, message),) = engine.answers(step, asked, question)
         check_buckets(floors, session.client.sizes)

@@ -144,7 +144,7 @@ class FlowerEngine(Engine):
         """The sites that can be asked now; too few are waited for."""
         self._look_around()
         self._wait(lambda: len(self._here()) >= self.needed, f"{self.needed} sites")
-        return [site for site in self._here() if site.takes_part]
+        return [site for site in self._here() if site.takes_part and site.name not in self.quarantined]
 
     def _wait(self, enough: Callable[[], bool], what: str) -> None:
         started, said = time.monotonic(), 0.0
@@ -155,14 +155,22 @@ class FlowerEngine(Engine):
             waited = time.monotonic() - started
             if waited > self.config.federation.patience:
                 raise UserError(
-                    f"the server has waited {waited:.0f} s for {what}; connect them and resume the run, or raise "
-                    "federation.patience."
+                    f"the server has waited {waited:.0f} s for {what} ({self._who()}); connect them and resume the "
+                    "run, or raise federation.patience."
                 )
             if waited >= said:
-                here = sorted(site.name for site in [*self._here(), *self._waiting.values()])
-                self.console.say(f"waiting for {what}; here: {', '.join(here) or 'nobody'}")
+                self.console.say(f"waiting for {what}; {self._who()}")
                 said = waited + 30
             time.sleep(4 * POLL)
+
+    def _who(self) -> str:
+        """Who is here, and, while nobody has said which model it is, who has another one than most."""
+        here = sorted(site.name for site in [*self._here(), *self._waiting.values()])
+        said = [self._models[name] for name in self._waiting] if self.model is None else []
+        usual = max(said, key=said.count, default=None)
+        others = [name for name in here if said and self._models[name] != usual]
+        odd = f"; with another model than most: {', '.join(others)}" if others else ""
+        return f"here: {', '.join(here) or 'nobody'}{odd}"
 
     def _look_around(self) -> None:
         """Greet new nodes and notice those that went away."""
