@@ -153,10 +153,13 @@ class FederationConfig:
     rule: Literal["auto", "mean", "clip", "median", "trimmed", "krum", "agreement"] = setting(
         "auto",
         "How updates are averaged, each expert's and the router's: their mean (the paper), or a rule that a few "
-        "hostile clients cannot carry away (docs/trust.md); auto is clip over sites and mean elsewhere.",
+        "hostile clients cannot carry away (docs/trust.md); auto is agreement over sites and mean elsewhere.",
     )
     hostile: float = setting(
-        0.3, "rule=trimmed or krum: share of the clients that may be hostile.", low=0.0, high=0.49
+        0.3,
+        "rule=trimmed, krum or agreement: share of the clients that may be hostile; no more are left out.",
+        low=0.0,
+        high=0.49,
     )
     max_share: float | Literal["auto"] = setting(
         "auto",

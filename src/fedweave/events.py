@@ -24,6 +24,7 @@ class RoundEvent(TypedDict):
     bytes_down: int  # to each participant
     client_losses: dict[str, float]
     agreement: dict[str, float | None]  # cosine of a client's update with the others'
+    left_out: NotRequired[list[str]]  # clients that counted nothing in it: they have pulled against the others
     quarantined: NotRequired[list[str]]  # clients, and their buckets of an expert, that count no more from here on
     epsilon: NotRequired[float]  # spent so far, where there is differential privacy
 

@@ -1,10 +1,20 @@
 """Rules that a few hostile clients cannot carry away, each by what defines it, and in a real federation."""
 
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 import torch
 
-from fedweave.aggregation.robust import RULES, capped, chosen_rule, chosen_share, client_average, expert_average
+from fedweave.aggregation.robust import (
+    RULES,
+    Standing,
+    capped,
+    chosen_rule,
+    chosen_share,
+    client_average,
+    expert_average,
+)
 from fedweave.experts.layout import AdapterLayout
 from fedweave.federation.rounds import federate
 from fedweave.federation.state import broadcast
@@ -12,6 +22,9 @@ from fedweave.methods import build_method
 from tests.federations import changed, make_engine, run
 
 HONEST, HOSTILE = 14, 6  # 30 %
+
+
+MEMBERS = [SimpleNamespace(index=i, name=f"client {i}") for i in range(HONEST + HOSTILE)]
 
 
 def updates(seed: int = 0) -> torch.Tensor:
@@ -30,14 +43,88 @@ ATTACKS = {
 
 @pytest.mark.parametrize("attack", ATTACKS)
 @pytest.mark.parametrize("rule", ["median", "trimmed", "krum", "agreement"])
-def test_thirty_in_a_hundred_do_not_turn_the_average(rule, attack):
-    honest = updates()
-    rows = torch.cat([ATTACKS[attack](honest), honest])
-    shares = torch.full((len(rows),), 1 / len(rows))
-    found = RULES[rule](rows, shares, 0.3)
-    wanted = honest.mean(0)
+def test_thirty_in_a_hundred_do_not_turn_the_average(rule, attack, config):
+    honest, standing = updates(), Standing(MEMBERS, config)
+    config = changed(config, federation={"rule": rule, "hostile": 0.3})
+    average = client_average(200, torch.device("cpu"), config, standing)
+    for client, row in enumerate(torch.cat([ATTACKS[attack](honest), honest])):
+        average.add(row, 1.0, client)
+    standing.hear([average])
+    found, wanted = average.step(), honest.mean(0)
     assert torch.cosine_similarity(found, wanted, dim=0) > 0.7
     assert 0.2 * wanted.norm() < found.norm() < 2 * wanted.norm()
+
+
+@pytest.fixture
+def heard(config):
+    """Call with rows [n, p] of the clients that speak and a standing: it has heard them."""
+    config = changed(config, federation={"rule": "agreement"})
+
+    def hear(rows, standing, clients=None):
+        average = client_average(rows.shape[1], torch.device("cpu"), config, standing)
+        for client, row in zip(clients or range(len(rows)), rows, strict=True):
+            average.add(row, 1.0, client)
+        standing.hear([average])
+        return average
+
+    return hear
+
+
+def bad(standing) -> list[int]:
+    return [i for i in range(HONEST + HOSTILE) if i not in standing]
+
+
+def test_standing_outlasts_rounds_in_which_nobody_agrees(heard, config):
+    """Near an optimum updates add up to nothing, and everybody pulls against the rest: that is no evidence."""
+    standing = Standing(MEMBERS, config)
+    heard(torch.cat([-updates()[:HOSTILE], updates(1)]), standing)
+    noise = torch.randn(HONEST + HOSTILE, 200, generator=torch.Generator().manual_seed(2))
+    for _ in range(10):
+        heard(noise - noise.mean(0), standing)
+        assert bad(standing) == list(range(HOSTILE))
+
+
+def test_a_good_name_does_not_last(heard, config):
+    standing = Standing(MEMBERS, config)
+    for seed in range(10):
+        heard(torch.cat([updates(seed)[:HOSTILE], updates(seed + 50)]), standing)
+    assert not bad(standing)
+    for rounds in range(1, 13):
+        heard(torch.cat([-updates(rounds)[:HOSTILE], updates(rounds + 50)]), standing)
+        if bad(standing):
+            break
+    assert bad(standing) == list(range(HOSTILE))
+
+
+def test_a_specialist_keeps_its_standing(heard, config):
+    """It goes a way of its own, not the opposite one; and on the one expert that it shares with others theirs."""
+    standing, own = Standing(MEMBERS, config), torch.zeros(1, 200)
+    own[0, ::2], own[0, 1::2] = 3.0, -3.0  # at a right angle to the common direction
+    rows = torch.cat([updates(), 0.2 * torch.ones(1, 200) + own])
+    for _ in range(5):
+        heard(rows, standing)
+    assert not bad(standing)
+
+
+def test_few_who_say_the_same_are_not_many(heard, config):
+    """Six of twenty with one and the same update against all others: the others agree less, but are more."""
+    standing = Standing(MEMBERS, config)
+    heard(torch.cat([-torch.ones(HOSTILE, 200), torch.ones(200) + 2 * updates() - 2]), standing)
+    assert bad(standing) == list(range(HOSTILE))
+
+
+def test_no_more_are_left_out_than_may_be_hostile(heard, config):
+    standing, split = Standing(MEMBERS, config), torch.ones(HONEST + HOSTILE, 200)
+    split[:9] = -1
+    heard(split, standing)
+    assert len(bad(standing)) <= 6
+
+
+def test_who_is_alone_or_unknown_is_believed(heard, config):
+    standing = Standing(MEMBERS, config)
+    alone = torch.ones(1, 200)
+    torch.testing.assert_close(heard(alone, standing, [3]).step(), alone[0])
+    assert not standing.evidence and not bad(standing)
 
 
 def test_a_clipped_update_is_no_longer_than_the_median_one():
@@ -107,7 +194,7 @@ def test_where_nobody_speaks_nothing_moves(rule, config):
     ("source", "secure", "asked", "expected"),
     [
         ("sample", False, {}, ("mean", 1.0)),
-        ("sites", False, {}, ("clip", 0.2)),
+        ("sites", False, {}, ("agreement", 0.2)),
         ("sites", True, {}, ("mean", 1.0)),  # of sums nobody counts more than another
         ("sites", False, {"rule": "krum", "max_share": 0.5}, ("krum", 0.5)),
     ],

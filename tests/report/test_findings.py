@@ -67,6 +67,7 @@ CASES = {  # finding -> (fires, keeps quiet)
         {"events": [rounded(3, quarantined=["site-q", "site-r's buckets of expert 2"])]},
         {"events": [rounded(3)]},
     ),
+    "left_out": ({"events": [rounded(3, left_out=["site-q"])]}, {"events": [rounded(3)]}),
     "refused_answers": (
         {"events": [rounded(1, refused=[{"client": "odd", "reason": "it holds NaN"}])]},
         {"events": [rounded(1)]},

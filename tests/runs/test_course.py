@@ -133,3 +133,13 @@ def test_a_run_resumed_after_every_round_is_bit_identical(tiny_run, tmp_path, sm
         assert main(["resume", str(folder), f"training.rounds={rounds}", "--quiet"]) == 0
     assert len(events(folder, "setback")) == 3
     assert state_of(folder) == state_of(tiny_run(*settings, "training.rounds=3"))
+
+
+def test_who_is_in_good_standing_is_known_after_resuming(tiny_run, tmp_path, small):
+    settings, folder = ["federation.rule=agreement", "attack.kind=flip", "attack.clients=0.34"], tmp_path / "run"
+    assert main(["run", "quickstart", *small, *settings, "training.rounds=1", f"output={folder}", "--quiet"]) == 0
+    assert main(["resume", str(folder), "training.rounds=3", "--quiet"]) == 0
+    whole = tiny_run(*settings, "training.rounds=3")
+    assert state_of(folder) == state_of(whole)
+    resumed, through = (RunFolder(run).snapshots()[0].meta["standing"] for run in (folder, whole))
+    assert resumed and resumed == through

@@ -6,8 +6,11 @@ client's weight is its own claim, so none counts for more than ``federation.max_
 that compare numbers one by one (median, trimmed) count every client alike.
 """
 
+from __future__ import annotations
+
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from statistics import median_low
+from typing import Protocol
 
 import torch
 
@@ -54,19 +57,79 @@ def krum(rows: torch.Tensor, shares: torch.Tensor, hostile: float) -> torch.Tens
     return (shares[kept] / shares[kept].sum()) @ rows[kept]
 
 
-def agreement(rows: torch.Tensor, shares: torch.Tensor, hostile: float) -> torch.Tensor:
-    """Who pulls against the median counts nothing, who pulls with it by how much (a cosine); none is long."""
-    middle = median(rows, shares, hostile)
-    trust = shares * torch.cosine_similarity(rows, middle[None], dim=1).clamp(min=0.0)
-    return clip(rows, trust / trust.sum(), hostile) if trust.sum() > 0 else middle
-
-
 RULES: dict[str, Rule] = {
-    "mean": mean, "clip": clip, "median": median, "trimmed": trimmed, "krum": krum, "agreement": agreement,
+    "mean": mean, "clip": clip, "median": median, "trimmed": trimmed, "krum": krum,
+    "agreement": clip,  # of those who are in good standing
 }  # fmt: skip
 
 
-FOR_STRANGERS = "clip"  # the default over sites
+def left_out(evidence: Mapping[str, float], hostile: float) -> list[str]:
+    """Clients whose evidence is against them, the worst first and no more than may be hostile."""
+    doubtful = sorted((total, name) for name, total in evidence.items() if total < 0)
+    return [name for _, name in doubtful[: _bad(len(evidence), hostile)]]
+
+
+class Named(Protocol):
+    """A client as the server knows it."""
+
+    index: int
+    name: str
+
+
+class Standing:
+    """Who has pulled with the others so far, and who against them.
+
+    One round tells little of a client: specialists differ from each other, and near an optimum everybody pulls
+    against the rest. What honest clients have in common shows early, when they have far to go. So evidence adds up,
+    over experts, router and rounds: the mean cosine of a client's update with each of the others', which is large
+    where the others go one way and small where they do not. Those whose sum is below zero count nothing, the lowest
+    first and no more than may be hostile, and they are no witnesses against others. All witnesses count alike,
+    whatever they claim, however long their updates are and however much they resemble each other."""
+
+    def __init__(self, members: Iterable[Named], config: Config, evidence: Mapping[str, float] | None = None):
+        self._names = {member.index: member.name for member in members}
+        self._hostile = config.federation.hostile
+        self.evidence = dict(evidence or {})  # client -> its sum so far
+
+    def hear(self, averages: Iterable[ClientAverage | RobustClients | None]) -> None:
+        """One round's updates of every expert, or of the router; what is averaged by another rule tells nothing."""
+        parts = [one for one in averages if isinstance(one, RobustClients) and one.standing and len(one.rows) > 1]
+        clients = sorted({client for part in parts for client in part.clients})
+        place = {client: i for i, client in enumerate(clients)}
+        agreed, common = torch.zeros(2, len(clients), len(clients), dtype=torch.float64)
+        for part in parts:
+            rows = torch.stack(part.rows)
+            unit = rows / rows.norm(dim=1, keepdim=True).clamp(min=1e-20)
+            at = torch.tensor([place[client] for client in part.clients])
+            agreed[at[:, None], at] += (unit @ unit.T).clamp(-_CLEAR, _CLEAR).double().cpu()
+            common[at[:, None], at] += 1
+        agreed.fill_diagonal_(0), common.fill_diagonal_(0)
+        before = {self._names[client]: _MEMORY * self._sum(client) for client in clients}
+        for _ in range(_PASSES):  # who counts nothing is no witness
+            trusted = torch.tensor([client in self for client in clients], dtype=torch.float64)
+            told = agreed @ trusted / (common @ trusted).clamp(min=1.0)
+            one_way = max(0.0, float(told @ trusted / trusted.sum().clamp(min=1.0)))
+            after = {
+                name: was + one_way * now for (name, was), now in zip(before.items(), told.tolist(), strict=True)
+            }
+            if after == {name: self.evidence.get(name) for name in before}:
+                break
+            self.evidence |= after
+
+    def __contains__(self, client: int) -> bool:
+        return self._names[client] not in left_out(self.evidence, self._hostile)
+
+    def _sum(self, client: int) -> float:
+        return self.evidence.get(self._names[client], 0.0)
+
+    def __bool__(self) -> bool:  # also while it holds nothing
+        return True
+
+
+FOR_STRANGERS = "agreement"  # the default over sites
+_CLEAR = 0.2  # a cosine beyond which no witness counts for more: few who say the same are not many
+_PASSES = 8  # until nobody changes sides
+_MEMORY = 0.7  # of what was known before: nobody lives on a good name for good
 
 
 def capped(weights: Sequence[float], most: float) -> torch.Tensor:
@@ -102,13 +165,16 @@ def _bad(n: int, hostile: float) -> int:
 class RobustClients:
     """As :class:`ClientAverage`, by another rule than the mean; where nobody speaks nothing moves."""
 
-    def __init__(self, size: int, device: torch.device, config: Config):
+    def __init__(self, size: int, device: torch.device, config: Config, standing: Standing | None = None):
         self.size, self.device, settings = size, device, config.federation
         self.rule, self.hostile, self.most = RULES[chosen_rule(config)], settings.hostile, chosen_share(config)
+        self.standing = standing if chosen_rule(config) == "agreement" else None
+        self.clients: list[int] = []
         self.rows: list[torch.Tensor] = []
         self.weights: list[float] = []
 
-    def add(self, delta: torch.Tensor, weight: float) -> None:
+    def add(self, delta: torch.Tensor, weight: float, client: int = 0) -> None:
+        self.clients.append(client)
         self.rows.append(delta.to(self.device, torch.float32))
         self.weights.append(float(weight))
 
@@ -118,12 +184,15 @@ class RobustClients:
 
     def step(self, usual: torch.Tensor | None = None) -> torch.Tensor:
         """Two clients have no middle: by every rule but the mean neither of them is longer than ``usual``."""
-        if not self.rows:
+        kept = list(range(len(self.rows)))
+        if self.standing is not None:
+            kept = [i for i in kept if self.clients[i] in self.standing]
+        if not kept:
             return torch.zeros(self.size, device=self.device)
-        rows = torch.stack(self.rows)  # [n, p]
+        rows = torch.stack([self.rows[i] for i in kept])  # [n, p]
         if usual is not None and len(rows) < 3 and self.rule is not mean:
             rows = shortened(rows, usual)
-        return self.rule(rows, capped(self.weights, self.most).to(rows), self.hostile)
+        return self.rule(rows, capped([self.weights[i] for i in kept], self.most).to(rows), self.hostile)
 
 
 def usual_length(averages: Iterable[ClientAverage | RobustClients]) -> torch.Tensor | None:
@@ -135,18 +204,20 @@ def usual_length(averages: Iterable[ClientAverage | RobustClients]) -> torch.Ten
 class RobustExperts:
     """As :class:`ExpertAverage`: every expert by those who serve it, the shared part by all."""
 
-    def __init__(self, layout: AdapterLayout, device: torch.device, config: Config):
+    def __init__(self, layout: AdapterLayout, device: torch.device, config: Config, standing: Standing | None):
         owner = layout.owner(device)
-        self.move = torch.zeros(layout.size, device=device)
+        self.move, self.standing = torch.zeros(layout.size, device=device), standing
         self.columns = [(owner == m).nonzero()[:, 0] for m in range(layout.experts + 1)]
-        self.parts = [RobustClients(len(columns), device, config) for columns in self.columns]
+        self.parts = [RobustClients(len(own), device, config, standing) for own in self.columns]
 
-    def add(self, delta: torch.Tensor, counts: torch.Tensor, samples: float = 0.0) -> None:
+    def add(self, delta: torch.Tensor, counts: torch.Tensor, samples: float = 0.0, client: int = 0) -> None:
         for columns, part, weight in zip(self.columns, self.parts, [*counts.tolist(), samples], strict=True):
             if weight > 0 and len(columns):
-                part.add(delta[columns], weight)
+                part.add(delta[columns], weight, client)
 
     def step(self) -> torch.Tensor:
+        if self.standing is not None:
+            self.standing.hear(self.parts)
         usual = usual_length(self.parts[:-1])
         for m, (columns, part) in enumerate(zip(self.columns, self.parts, strict=True)):
             self.move[columns] = part.step(usual if m < len(self.parts) - 1 else None)  # what all share is larger
@@ -175,9 +246,13 @@ def streams(config: Config) -> bool:
     return chosen_rule(config) == "mean" and chosen_share(config) >= 1
 
 
-def expert_average(layout: AdapterLayout, device: torch.device, config: Config) -> ExpertAverage | RobustExperts:
-    return ExpertAverage(layout, device) if streams(config) else RobustExperts(layout, device, config)
+def expert_average(
+    layout: AdapterLayout, device: torch.device, config: Config, standing: Standing | None = None
+) -> ExpertAverage | RobustExperts:
+    return ExpertAverage(layout, device) if streams(config) else RobustExperts(layout, device, config, standing)
 
 
-def client_average(size: int, device: torch.device, config: Config) -> ClientAverage | RobustClients:
-    return ClientAverage(size, device) if streams(config) else RobustClients(size, device, config)
+def client_average(
+    size: int, device: torch.device, config: Config, standing: Standing | None = None
+) -> ClientAverage | RobustClients:
+    return ClientAverage(size, device) if streams(config) else RobustClients(size, device, config, standing)

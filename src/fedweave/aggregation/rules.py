@@ -17,9 +17,9 @@ class ExpertAverage:
         self.sum = torch.zeros(layout.size, device=device)
         self.weight = torch.zeros(layout.experts + 1, device=device)  # of every expert, and of the shared part
 
-    def add(self, delta: torch.Tensor, counts: torch.Tensor, samples: float = 0.0) -> None:
+    def add(self, delta: torch.Tensor, counts: torch.Tensor, samples: float = 0.0, client: int = 0) -> None:
         """One client's Δθ [P] with its matched sample counts n(i,·) [M], of which a zero is a part not uploaded,
-        and |D_i|."""
+        and |D_i|. Whose it is matters to other rules."""
         counts = torch.cat([counts, counts.new_tensor([samples])]).to(self.sum)
         column_weight = counts[self.owner]
         self.sum += torch.where(column_weight > 0, delta.to(self.sum) * column_weight, 0.0)
@@ -37,7 +37,7 @@ class ClientAverage:
         self.sum = torch.zeros(size, device=device)
         self.weight = 0.0
 
-    def add(self, delta: torch.Tensor, weight: float) -> None:
+    def add(self, delta: torch.Tensor, weight: float, client: int = 0) -> None:
         self.sum += delta.to(self.sum) * weight
         self.weight += weight
 

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
-from fedweave.aggregation.robust import client_average, expert_average
+from fedweave.aggregation.robust import Standing, client_average, expert_average
 from fedweave.config import Config
 from fedweave.discovery.clusterers import Buckets
 from fedweave.errors import UserError
@@ -215,18 +215,21 @@ class Method(ABC):
 
     def aggregate(self, engine: Engine, state: ServerState, updates: Iterable[Update]) -> ServerState:
         """Line 14: experts over matched prototypes, the router over whole clients."""
-        experts = expert_average(state.layout, state.theta.device, self.config)
+        standing = Standing(engine.members, self.config, state.standing)
+        experts = expert_average(state.layout, state.theta.device, self.config, standing)
         device, router, phi = state.theta.device, None, state.phi
         if state.router is not None and self.trains_router:
-            router = client_average(state.router.trained.size, device, self.config)
+            router = client_average(state.router.trained.size, device, self.config, standing)
         for update in updates:
-            experts.add(update.delta_theta, update.counts, update.samples)
+            experts.add(update.delta_theta, update.counts, update.samples, update.client)
             if router is not None and update.delta_phi is not None:
-                router.add(update.delta_phi, update.samples)
+                router.add(update.delta_phi, update.samples, update.client)
+        theta = state.theta + experts.step()  # first: who is in good standing shows best by the experts
+        standing.hear([router])
         if router is not None and phi is not None:
             moved = router.step()
             phi = torch.cat([phi[:, : len(moved)] + moved, phi[:, len(moved) :]], 1)
-        return replace(state, theta=state.theta + experts.step(), phi=phi)
+        return replace(state, theta=theta, phi=phi, standing=standing.evidence)
 
     def served(self, state: ServerState) -> list[RoutedExperts]:
         """The global model; a method without one names every client's, and figures are their mean. None at all

@@ -12,6 +12,7 @@ from typing import NamedTuple, TypeVar
 
 import numpy as np
 
+from fedweave.aggregation.robust import left_out
 from fedweave.config import Config
 from fedweave.errors import UserError
 from fedweave.federation.admission import Receipts, refusal
@@ -107,6 +108,13 @@ def one_round(
                     f"quarantine: {who} pulled against the others in {settings.quarantine} rounds in a row, and "
                     f"{'is not asked again' if who in after.clients else 'count there no more'}."
                 )
+            report.left_out = left_out(moved.standing, settings.hostile)
+            known = left_out(state.standing, settings.hostile) if t > 0 else []  # before round 1 nobody was told
+            for who in sorted({*report.left_out} - {*known}):
+                engine.console.warn(
+                    f"round {t + 1}: {who} has pulled against the others so far, and counts nothing until it pulls "
+                    "with them."
+                )
             return moved, report
         got = len(report.receipts.accepted)
         short = f"round {t + 1} got {got} of the {settings.min_answers} usable answers that it needs"
@@ -143,6 +151,7 @@ class RoundReport:
     bytes_down: int = 0  # what each participant received
     change: Change | None = None  # what happened before it
     muted: Mapping[str, Sequence[int]] = field(default_factory=dict)  # client -> experts in which it counts nothing
+    left_out: Sequence[str] = ()  # who counted nothing in it, by the rule
     quarantined: Sequence[str] = ()  # who came into quarantine by it
 
     def __post_init__(self) -> None:

@@ -26,6 +26,7 @@ class ServerState(Broadcast):
     private: torch.Tensor | None = None  # [clients, P] what clients keep, where the server plays them
     signatures: torch.Tensor | None = None  # [M, D] means of the experts' buckets, for clients that come later
     norms: dict[str, list[float]] = field(default_factory=dict)  # median norms of accepted updates, recent rounds
+    standing: dict[str, float] = field(default_factory=dict)  # client -> how far it has pulled with the others
     doubts: dict[str, int] = field(default_factory=dict)  # client -> rounds in a row in which it pulled against all
     bucket_doubts: dict[str, list[int]] = field(default_factory=dict)  # the same of its buckets, by their expert
     report: dict[str, Any] = field(default_factory=dict)  # how discovery and alignment went

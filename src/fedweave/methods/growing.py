@@ -11,7 +11,7 @@ from dataclasses import replace
 
 import torch
 
-from fedweave.aggregation.robust import client_average
+from fedweave.aggregation.robust import Standing, client_average
 from fedweave.config import Config
 from fedweave.federation.admission import Receipts
 from fedweave.federation.client import Client
@@ -57,7 +57,7 @@ def grow_router(
     engine: Engine, step: GrowRouter, router: RouterLayout, phi: torch.Tensor, more: int, change: Change
 ) -> tuple[RouterLayout, torch.Tensor]:
     """(router, φ [Q]) with so many more outputs, which the clients have taught."""
-    first, settings = router.experts, step.settings
+    first, settings, standing = router.experts, step.settings, Standing(engine.members, step.config)
     router, phi = router.grown(phi, more)
     if not settings.enabled:
         return router, phi
@@ -68,10 +68,11 @@ def grow_router(
     progress = engine.console.progress("router grows", settings.rounds * len(pupils), "client rounds")
     for turn in range(settings.rounds):
         question = Message({"phi": phi}, {"t": change.t, "turn": turn, "first": first, **router_facts(router)})
-        average, heard = client_average(len(columns), phi.device, step.config), Receipts()
-        for _, (delta, samples) in engine.ask(step, pupils, question, heard):
-            average.add(delta, samples)
+        average, heard = client_average(len(columns), phi.device, step.config, standing), Receipts()
+        for member, (delta, samples) in engine.ask(step, pupils, question, heard):
+            average.add(delta, samples, member.index)
             progress.advance()
+        standing.hear([average])
         phi = phi.index_add(0, columns, average.step())
         change.heard(heard, question)
     progress.close()

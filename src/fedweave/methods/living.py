@@ -10,6 +10,7 @@ from dataclasses import replace
 
 import torch
 
+from fedweave.aggregation.robust import Standing
 from fedweave.alignment.align import expert_distances
 from fedweave.alignment.novelty import alike, novel, novelty_limit
 from fedweave.config import Config
@@ -97,7 +98,8 @@ class Living:
             return [first_adapter(state.layout.with_experts(1), self.config.seed)] * len(change.opened)
         question, heard = Message(facts={"t": change.t, "first": state.layout.experts}), Receipts()
         owners = [member for member in engine.members if set(member.assignment) & set(change.opened)]
-        starts = warm_starts(engine, self.start, state.layout, change.opened, owners, question, heard)
+        standing = Standing(engine.members, self.config, state.standing)
+        starts = warm_starts(engine, self.start, state.layout, change.opened, owners, question, heard, standing)
         change.heard(heard, question)
         return starts
 

@@ -10,6 +10,7 @@ from dataclasses import replace
 
 import torch
 
+from fedweave.aggregation.robust import Standing
 from fedweave.config import Config
 from fedweave.discovery.clusterers import Buckets
 from fedweave.federation.admission import Receipts
@@ -92,7 +93,8 @@ class Oracle(FedWeave):
             return state
         question, heard = Message(facts={"t": change.t, "first": min(came)}), Receipts()
         owners = [member for member in engine.members if set(member.assignment) & set(came)]
-        starts = warm_starts(engine, self.start, layout, came, owners, question, heard)
+        standing = Standing(engine.members, self.config, state.standing)
+        starts = warm_starts(engine, self.start, layout, came, owners, question, heard, standing)
         change.heard(heard, question)
         for m, start in zip(came, starts, strict=True):
             experts[m] = start.to(state.theta)
@@ -109,7 +111,7 @@ class Oracle(FedWeave):
         layout = engine.layout(experts.rank, engine.width, experts.shared_rank)
         theta = layout.initial(self.config.seed)
         if self.start is not None:
-            theta = start_experts(engine, self.start, layout, started)
+            theta = start_experts(engine, self.start, layout, started, Standing(engine.members, self.config))
         router = RouterLayout(layout.experts, layout.experts, layout.experts)
         phi = torch.zeros(router.size, device=engine.device)
         views = router.views(phi)

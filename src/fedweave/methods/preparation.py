@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from fedweave.aggregation.robust import believed, client_average, streams, usual_length
+from fedweave.aggregation.robust import Standing, believed, client_average, streams, usual_length
 from fedweave.alignment.align import (
     Alignment,
     align,
@@ -88,11 +88,13 @@ class Aligned(Method):
         report |= {"alignment_silhouettes": aligned.silhouettes, "alignment_note": aligned.note}
         # Line 6: an expert starts as the mean of its buckets' warmup adapters; the router starts at random.
         layout = engine.layout(config.experts.rank, report["experts"], shared)
-        theta = start_experts(engine, self.start, layout, started) if self.start else layout.initial(config.seed)
+        theta, standing = layout.initial(config.seed), Standing(engine.members, config)
+        if self.start is not None:
+            theta = start_experts(engine, self.start, layout, started, standing)
         router = RouterLayout(engine.width, config.router.hidden, layout.experts, config.router.features)
         phi = router.initial(config.seed + 1).to(engine.device)
         if self.warm is not None:
-            phi = warm_up_router(engine, self.warm, router, phi, warmed)
+            phi = warm_up_router(engine, self.warm, router, phi, warmed, standing)
         if self.relabel is not None:
             router, phi, told = relabel(engine, self.relabel, router, phi, warmed)
             own = [m for m in range(layout.experts) if m not in told["dropped_experts"]]
@@ -125,7 +127,10 @@ class Aligned(Method):
             report["born"] = [0] * layout.experts
             report["signed_buckets"] = [owners.count(m) for m in range(layout.experts)]
             means = torch.from_numpy(expert_means(blocks, owners, layout.experts))  # [M, D]
-        return ServerState(layout, router, theta.to(engine.device), phi[None], signatures=means, report=report)
+        return ServerState(
+            layout, router, theta.to(engine.device), phi[None], signatures=means, standing=standing.evidence,
+            report=report,
+        )  # fmt: skip
 
     def continued(self, engine: Engine, start: RoutedExperts) -> ServerState:
         """``init=BUNDLE``: buckets are found as ever; each goes to the expert that the given router prefers for its
@@ -192,10 +197,12 @@ def assign(
     }
 
 
-def start_experts(engine: Engine, step: StartExperts, layout: AdapterLayout, receipts: Receipts) -> torch.Tensor:
+def start_experts(
+    engine: Engine, step: StartExperts, layout: AdapterLayout, receipts: Receipts, standing: Standing
+) -> torch.Tensor:
     """θ⁰ [P] of experts that start from warmups."""
     question = Message(facts={"experts": layout.experts})
-    starts = warm_starts(engine, step, layout, range(layout.experts), engine.members, question, receipts)
+    starts = warm_starts(engine, step, layout, range(layout.experts), engine.members, question, receipts, standing)
     return layout.stack(starts, layout.initial_shared(step.config.seed))
 
 
@@ -207,6 +214,7 @@ def warm_starts(
     members: Sequence[Member],
     question: Message,
     receipts: Receipts,
+    standing: Standing,
 ) -> list[torch.Tensor]:
     """What each of these experts starts from, [P of one] each: the mean of its buckets' warmup adapters, as a
     stream; one without any starts where all of them did."""
@@ -214,11 +222,11 @@ def warm_starts(
     first = first_adapter(single, config.seed)
     plain = streams(config)  # other rules than the mean compare clients, and how far each has moved
     origin = torch.zeros(1) if plain else first
-    means = {m: client_average(single.size, torch.device("cpu"), config) for m in experts}
-    for _, start in engine.ask(step, members, question, receipts):
+    means = {m: client_average(single.size, torch.device("cpu"), config, standing) for m in experts}
+    for member, start in engine.ask(step, members, question, receipts):
         for m, adapter, buckets in start if plain else _one_each(start):
             if m in means:
-                means[m].add(adapter - origin, buckets)
+                means[m].add(adapter - origin, buckets, member.index)
     usual = usual_length(means.values())
     return [origin + mean.step(usual) if mean.weight else first for mean in means.values()]
 

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
-from fedweave.aggregation.robust import client_average, expert_average
+from fedweave.aggregation.robust import Standing, client_average, expert_average
 from fedweave.config import Config
 from fedweave.federation.admission import Receipts
 from fedweave.federation.client import Client, Member
@@ -63,14 +63,17 @@ class FedLEASE(Aligned):
     def aggregate(self, engine: Engine, state: ServerState, updates: Iterable[Update]) -> ServerState:
         assert state.phi is not None and state.router is not None
         device = state.theta.device
-        experts = expert_average(state.layout, device, self.config)
-        routers = [client_average(state.router.size, device, self.config) for _ in state.shares]
+        standing = Standing(engine.members, self.config, state.standing)
+        experts = expert_average(state.layout, device, self.config, standing)
+        routers = [client_average(state.router.size, device, self.config, standing) for _ in state.shares]
         for update in updates:
-            experts.add(update.delta_theta, update.counts, update.samples)
+            experts.add(update.delta_theta, update.counts, update.samples, update.client)
             assert update.delta_phi is not None
-            routers[int(update.counts.argmax())].add(update.delta_phi, update.samples)
+            routers[int(update.counts.argmax())].add(update.delta_phi, update.samples, update.client)
+        theta = state.theta + experts.step()
+        standing.hear(routers)
         phi = torch.stack([old + average.step() for old, average in zip(state.phi, routers, strict=True)])
-        return replace(state, theta=state.theta + experts.step(), phi=phi)
+        return replace(state, theta=theta, phi=phi, standing=standing.evidence)
 
     @classmethod
     def payload(cls, sizes: Sizes) -> Payload:

@@ -10,7 +10,7 @@ from dataclasses import replace
 
 import torch
 
-from fedweave.aggregation.robust import client_average
+from fedweave.aggregation.robust import Standing, client_average
 from fedweave.config import Config
 from fedweave.errors import UserError
 from fedweave.experts.layout import AdapterLayout
@@ -189,9 +189,12 @@ class FedSALoRA(_OwnParameters):
     def aggregate(self, engine: Engine, state: ServerState, updates: Iterable[Update]) -> ServerState:
         """A moves by the weighted mean; B moves at home. For global evaluation θ carries the mean of all B, where
         the server has them."""
-        shared = client_average(state.layout.size, state.theta.device, self.config)
+        standing = Standing(engine.members, self.config, state.standing)
+        shared = client_average(state.layout.size, state.theta.device, self.config, standing)
         for update in updates:
-            shared.add(update.delta_theta, update.samples)
+            shared.add(update.delta_theta, update.samples, update.client)
+        standing.hear([shared])
+        state = replace(state, standing=standing.evidence)
         theta, private = state.theta + shared.step(), engine.kept(OWN)
         if private is None:
             return replace(state, theta=theta)

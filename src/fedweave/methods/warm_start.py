@@ -17,7 +17,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
-from fedweave.aggregation.robust import client_average
+from fedweave.aggregation.robust import Standing, client_average
 from fedweave.config import Config
 from fedweave.config_method import WarmStartConfig
 from fedweave.federation.admission import Receipts
@@ -95,7 +95,12 @@ class WarmRouter(Summed[tuple[torch.Tensor, int]]):
 
 
 def warm_up_router(
-    engine: Engine, step: WarmRouter, router: RouterLayout, phi: torch.Tensor, receipts: Receipts
+    engine: Engine,
+    step: WarmRouter,
+    router: RouterLayout,
+    phi: torch.Tensor,
+    receipts: Receipts,
+    standing: Standing,
 ) -> torch.Tensor:
     """φ⁰ [Q]: local steps and a sample-weighted average, a few times over; as it came where it is switched off."""
     settings = step.config.router.warm_start
@@ -109,10 +114,14 @@ def warm_up_router(
     progress = engine.console.progress("router warm start", settings.rounds * len(pupils), "client rounds")
     for t in range(settings.rounds):
         question = Message({"phi": phi}, {"t": t, "contrast": contrast, **router_facts(router)})
-        average, heard = client_average(router.size, phi.device, step.config), Receipts(bytes_up=receipts.bytes_up)
-        for _, (delta, samples) in engine.ask(step, pupils, question, heard):
-            average.add(delta, samples)
+        average, heard = (
+            client_average(router.size, phi.device, step.config, standing),
+            Receipts(bytes_up=receipts.bytes_up),
+        )
+        for member, (delta, samples) in engine.ask(step, pupils, question, heard):
+            average.add(delta, samples, member.index)
             progress.advance()
+        standing.hear([average])
         phi = phi + average.step()
     progress.close()
     return phi

@@ -5,6 +5,7 @@ that uses them so that they can be argued with.
 """
 
 import math
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import wraps
@@ -101,12 +102,25 @@ def client_that_hurts(run: RunRecord) -> str | None:
 @finding("warning", "Clients were left out")
 def in_quarantine(run: RunRecord) -> str | None:
     """Clients, or their buckets of an expert, that pulled against the others for too long."""
-    left_out = [f"{who} (round {event['round']})" for event in run.rounds for who in event.get("quarantined", [])]
-    if not left_out:
+    away = [f"{who} (round {event['round']})" for event in run.rounds for who in event.get("quarantined", [])]
+    if not away:
         return None
     return (
-        f"In quarantine since they pulled against the others: {', '.join(left_out)}. Look at their data; resume "
+        f"In quarantine since they pulled against the others: {', '.join(away)}. Look at their data; resume "
         "with federation.quarantine=0 to take them back."
+    )
+
+
+@finding("warning", "Clients counted nothing")
+def left_out(run: RunRecord) -> str | None:
+    """Clients that the rule left out, and for how long."""
+    rounds = Counter(who for event in run.rounds for who in event.get("left_out", []))
+    if not rounds:
+        return None
+    listed = ", ".join(f"{who} ({count} of {len(run.rounds)} rounds)" for who, count in rounds.most_common())
+    return (
+        f"They have pulled against the others, and the average went on without them: {listed}. Look at their data; "
+        "if they are honest and merely different, federation.rule=clip leaves nobody out."
     )
 
 

@@ -182,6 +182,7 @@ class RunFolder:
             "router": asdict(state.router) if state.router else None,  # type: ignore[typeddict-item]
             "shares": state.shares,
             "norms": state.norms,
+            "standing": state.standing,
             "doubts": state.doubts,
             "bucket_doubts": state.bucket_doubts,
             "answered": context.engine.answered,

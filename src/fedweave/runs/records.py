@@ -41,6 +41,8 @@ def round_record(report: RoundReport) -> RoundEvent:
         "client_losses": dict(sorted(report.losses.items())),
         "agreement": {names[index]: cosine for index, cosine in cosines.items()},
     }
+    if report.left_out:
+        record["left_out"] = list(report.left_out)
     if report.quarantined:
         record["quarantined"] = list(report.quarantined)
     return record

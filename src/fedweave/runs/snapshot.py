@@ -61,6 +61,7 @@ class CheckpointMeta(TypedDict):
     router: RouterShape | None
     shares: list[float]
     norms: dict[str, list[float]]
+    standing: NotRequired[dict[str, float]]
     doubts: dict[str, int]
     bucket_doubts: NotRequired[dict[str, list[int]]]
     answered: dict[str, dict[str, int]]  # client -> question -> how often it was asked
@@ -114,6 +115,7 @@ class Snapshot:
             private=on_device.get("private"),
             signatures=on_device.get("signatures"),
             norms=meta["norms"],
+            standing=meta.get("standing", {}),
             doubts=meta["doubts"],
             bucket_doubts=meta.get("bucket_doubts", {}),
             report=meta["report"],
