@@ -64,6 +64,7 @@ class PlacedBucket(TypedDict):
     usual: float
     doubt: float
     strange: float
+    waits: NotRequired[str]  # with which settings an expert would open for it, where it is kept apart
 
 
 class ChangeEvent(TypedDict):

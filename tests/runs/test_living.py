@@ -131,6 +131,26 @@ def test_the_operator_is_asked_and_answers_by_resuming(tmp_path, small, capsys):
     assert events(run, "change")[1]["opened"]
 
 
+def test_what_one_client_alone_brings_waits_also_in_a_run_that_is_resumed(tmp_path, small, says):
+    """Its first kind opens an expert; the second one is looked at once, and opens when the operator says so."""
+    whole, broken, rounds = tmp_path / "whole", tmp_path / "broken", (1, 2, 3, 4)
+    alone = [item for item in OPENING if not item.startswith("data.changes")]
+    changes = "data.changes=['2: client_0 gains sum', '3: client_0 gains choice']"
+    begin = ["run", "quickstart", *small, *alone, changes, "alignment.max_experts=12", "--quiet"]
+    assert main([*begin, f"output={whole}"]) == 0
+    assert main([*begin, f"output={broken}", "training.rounds=1"]) == 0
+    for last in rounds[1:]:
+        assert main(["resume", str(broken), f"training.rounds={last}", "--quiet"]) == 0
+    assert state_of(whole) == state_of(broken)
+    first, second = events(whole, "change")
+    waits = {bucket["waits"] for bucket in second["placed"] if bucket["expert"] < 0}
+    assert first["opened"] and not second["opened"] and "living.alone=2" in waits
+    told = "of client_0 fit no expert and are kept apart; resume with living.alone=2 to open one"
+    assert told in says("watch", whole, "--once")
+    assert main(["resume", str(whole), "living.alone=2", "training.rounds=5", "--quiet"]) == 0
+    assert events(whole, "change")[2]["opened"]
+
+
 def test_a_run_that_kept_no_signatures_says_so(tiny_copy, complains):
     run = tiny_copy()
     assert "it began with living.notice=off" in complains(

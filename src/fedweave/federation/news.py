@@ -49,6 +49,7 @@ class Placed:
     usual: float  # loss of the client's other rows under theirs
     doubt: float  # of the router: 1 - its largest weight
     strange: float  # share of its prompts that are like none before
+    waits: str = ""  # with which settings an expert would open for it, where it is kept apart
 
 
 @dataclass
@@ -68,6 +69,11 @@ class Change:
 
     def __bool__(self) -> bool:
         return bool(self.came or self.went or self.placed or self.merged or self.retired)
+
+    def opened_by(self, m: int) -> str:
+        """The only client that an expert opened for; empty where there are several."""
+        clients = {bucket.client for bucket in self.placed if bucket.expert == m}
+        return clients.pop() if len(clients) == 1 else ""
 
     def heard(self, receipts: Receipts, question: Message) -> None:
         """Count what a question and its answers took."""
