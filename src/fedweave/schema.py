@@ -286,7 +286,7 @@ class Prediction(TypedDict):
     prompt: str | list[dict[str, str]]  # a text, or a chat's messages
     reference: str
     loss: float
-    expert: int  # the router's first choice
+    expert: int  # the router's first choice; -1: none, the prompt is strange to it
     weights: list[float]  # of the router
     prediction: NotRequired[str]  # with its score, where answers were generated
     score: NotRequired[float]

@@ -5,9 +5,22 @@ from __future__ import annotations
 import pytest
 import torch
 
+from fedweave.federation.news import Change, Placed
 from fedweave.methods import build_method
-from fedweave.methods.newcomers import held_alone, openers
+from fedweave.methods.newcomers import held_alone, openers, placed_lines
 from tests.federations import changed, make_engine
+
+
+def test_buckets_of_a_client_that_go_one_way_are_one_line():
+    figures = {"loss": 1.0, "usual": 1.5, "doubt": 0.5, "strange": 1.0}
+    placed = [Placed("a", rows, 2, 0, distance, **figures) for rows, distance in ((4, 0.9), (6, 0.8), (5, 0.85))]
+    change = Change(1, placed=[*placed, Placed("b", 7, -1, 1, 0.7, **figures, waits="living.alone=2")], opened=[2])
+    change.limit = 0.5
+    first, second = placed_lines(change)
+    assert first.startswith("before round 2: 15 rows of a in 3 buckets lie 0.80 to 0.90 from expert 0 (limit 0.50;")
+    assert first.endswith("strange 100%) → expert 2, which opens")
+    assert "7 rows of b lie 0.70 from expert 1" in second
+    assert second.endswith("→ kept apart; resume with living.alone=2 to open an expert")
 
 
 @pytest.fixture

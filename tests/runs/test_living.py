@@ -7,7 +7,7 @@ from fedweave.cli import main
 from fedweave.config import load_config
 from fedweave.console import Console
 from fedweave.errors import UserError
-from fedweave.report.timeline import lives
+from fedweave.report.timeline import happened, lives
 from fedweave.runs.folder import RunFolder
 from fedweave.runs.reading import read_run
 from fedweave.runs.workspace import prepare
@@ -116,6 +116,18 @@ def test_the_timeline_knows_every_expert_whatever_its_number(tiny_run):
     assert {found["expert 1"].end, found[f"expert {m - 1}, round 2"].end} == {"merged"}
     assert len(found) == m + 1 and found[f"expert {m - 3}, round 5"].closed is None
     assert [life.stretches[-1] for life in lives(run) if life.closed is None][-1] == (5, 7)
+
+
+def test_an_expert_that_nobody_feeds_is_told_and_no_reason_to_choose_the_best_anew(tiny_run):
+    run = read_run(tiny_run(*OPENING))
+    last, before = run.changes[-1], run.best_validation
+    quiet = {"came": {}, "went": {}, "placed": [], "opened": [], "merged": [], "retired": [], "round": 9}
+    run.changes = [*run.changes, {**last, **quiet, "unfed": [1], "fed_again": [0]}]
+    assert happened(run.changes[-1]) == [
+        "nobody who is here feeds expert 1 any more; it stays as it is", "expert 0 is fed again"
+    ]  # fmt: skip
+    run.summary = None
+    assert run.best_validation["round"] >= last["round"] and before is not None
 
 
 def test_the_operator_is_asked_and_answers_by_resuming(tmp_path, small, capsys):

@@ -63,11 +63,14 @@ class Change:
     opened: list[int] = field(default_factory=list)  # experts
     merged: list[int] = field(default_factory=list)  # two experts that became one, by their old numbers
     retired: list[int] = field(default_factory=list)  # experts, by their old numbers
+    unfed: list[int] = field(default_factory=list)  # experts that nobody who is here feeds any more
+    fed_again: list[int] = field(default_factory=list)
     limit: float | None = None  # distance beyond which a bucket belongs to no expert
     up: dict[str, int] = field(default_factory=dict)  # client -> bytes
     down: dict[str, int] = field(default_factory=dict)
 
     def __bool__(self) -> bool:
+        """Whether there are other rows or other experts than before."""
         return bool(self.came or self.went or self.placed or self.merged or self.retired)
 
     def opened_by(self, m: int) -> str:

@@ -188,7 +188,9 @@ class Living:
         known = state.report.get("unfed", [])
         if unfed == known:
             return state
-        for m in set(unfed) - set(known) if not (change.merged or change.retired) else ():
+        if not (change.merged or change.retired):  # numbers that can be compared
+            change.unfed, change.fed_again = sorted(set(unfed) - set(known)), sorted(set(known) - set(unfed))
+        for m in change.unfed:
             engine.console.say(
                 f"before round {change.t + 1}: nobody who is here feeds expert {m}; it stays as it is"
             )

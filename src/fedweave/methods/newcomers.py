@@ -19,7 +19,7 @@ from fedweave.config import Config
 from fedweave.federation.client import Client, Member, examples_of
 from fedweave.federation.compute import Compute
 from fedweave.federation.message import Facts, Message
-from fedweave.federation.news import Change
+from fedweave.federation.news import Change, Placed
 from fedweave.federation.state import Broadcast, ServerState, received
 from fedweave.federation.steps import MOST_LOSS, Answer, Asked, Figure, Part, Step
 from fedweave.methods.prototypes import Discover
@@ -209,16 +209,26 @@ def remember(
 
 
 def placed_lines(change: Change) -> Iterator[str]:
-    """What was decided, in words."""
+    """What was decided, in words: a line for all buckets of a client that lie by one expert and go one way."""
+    found: dict[tuple, list[Placed]] = {}
     for bucket in change.placed:
-        kept = f"kept apart; resume with {bucket.waits} to open an expert"
-        where = f"expert {bucket.expert}" if bucket.expert >= 0 else kept
-        new = " opens" if bucket.expert in change.opened else ""
-        if change.limit is not None and change.limit < bucket.distance and bucket.expert == bucket.nearest:
-            new = ", although far: a new one has too few rows (living.least) or no room (alignment.max_experts"
-            new += ", the last place is for what two clients bring)"
+        far = change.limit is not None and change.limit < bucket.distance and bucket.expert == bucket.nearest
+        found.setdefault((bucket.client, bucket.nearest, bucket.expert, bucket.waits, far), []).append(bucket)
+    for (client, nearest, m, waits, far), own in found.items():
+        rows = sum(bucket.rows for bucket in own)
+        loss, doubt, strange = (
+            sum(bucket.rows * getattr(bucket, name) for bucket in own) / rows
+            for name in ("loss", "doubt", "strange")
+        )
+        away = sorted({f"{bucket.distance:.2f}" for bucket in own})
+        whose = f"{rows} rows of {client}" + (f" in {len(own)} buckets" if len(own) > 1 else "")
+        where = f"expert {m}" if m >= 0 else f"kept apart; resume with {waits} to open an expert"
+        where += ", which opens" if m in change.opened else ""
+        if far:
+            where += ", although far: a new one has too few rows (living.least) or no room (alignment.max_experts, "
+            where += "whose last place is for what two clients bring)"
         yield (
-            f"before round {change.t + 1}: {bucket.rows} rows of {bucket.client} lie {bucket.distance:.2f} from "
-            f"expert {bucket.nearest} (limit {change.limit:.2f}; loss {bucket.loss:.2f}, its others "
-            f"{bucket.usual:.2f}; router's doubt {bucket.doubt:.2f}; strange {bucket.strange:.0%}) → {where}{new}"
+            f"before round {change.t + 1}: {whose} lie {' to '.join(away[:: max(1, len(away) - 1)])} from expert "
+            f"{nearest} (limit {change.limit:.2f}; loss {loss:.2f}, its others {own[0].usual:.2f}; router's doubt "
+            f"{doubt:.2f}; strange {strange:.0%}) → {where}"
         )

@@ -90,6 +90,8 @@ def happened(event: ChangeEvent) -> list[str]:
     if event["merged"]:
         said.append(f"experts {' and '.join(map(str, event['merged']))} became one")
     said += [f"expert {m} was retired: nobody fed it" for m in event["retired"]]
+    said += [f"nobody who is here feeds expert {m} any more; it stays as it is" for m in event.get("unfed", [])]
+    said += [f"expert {m} is fed again" for m in event.get("fed_again", [])]
     return said
 
 

@@ -272,6 +272,8 @@ def test_a_site_that_leaves_with_the_only_rows_of_an_expert_is_told_of(living, t
     (opened,) = reports[1].change.opened
     assert [report.change.retired for report in reports] == [[], [], [], [], [opened]]
     assert final.layout.experts == before.layout.experts
+    alone_in_it = reports[3].change
+    assert alone_in_it.unfed == [opened] and not alone_in_it, "told, and no other rows"
     for told in (
         f"nobody who is here feeds expert {opened}",
         f"nobody feeds expert {opened} any more; it is retired",
