@@ -144,3 +144,7 @@ def test_a_run_ends_with_a_line_for_every_expert(trained):
     for expert in found["experts"]:
         assert f"{expert['share']:4.0%}  {', '.join(words_of(found, expert))}" in said
     assert "words that set apart" not in summary_text(summary)
+    assert "strange to the router" not in summary_text(summary)
+    first = next(iter(summary["test"]["best"]["routing"]))
+    summary["test"]["best"]["routing"][first] = [0.0] * summary["experts"]
+    assert f"strange to the router, and the bare model's: {summary['tasks'][first]}\n" in summary_text(summary)
