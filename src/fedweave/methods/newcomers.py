@@ -227,8 +227,9 @@ def placed_lines(change: Change) -> Iterator[str]:
         if far:
             where += ", although far: a new one has too few rows (living.least) or no room (alignment.max_experts, "
             where += "whose last place is for what two clients bring)"
+        others = f", its others {own[0].usual:.2f}" if own[0].usual else ""  # it may have none
         yield (
             f"before round {change.t + 1}: {whose} lie {' to '.join(away[:: max(1, len(away) - 1)])} from expert "
-            f"{nearest} (limit {change.limit:.2f}; loss {loss:.2f}, its others {own[0].usual:.2f}; router's doubt "
-            f"{doubt:.2f}; strange {strange:.0%}) → {where}"
+            f"{nearest} (limit {change.limit:.2f}; loss {loss:.2f}{others}; router's doubt {doubt:.2f}; strange "
+            f"{strange:.0%}) → {where}"
         )
