@@ -241,6 +241,12 @@ class LivingConfig:
         low=1e-6,
         high=0.5,
     )
+    alone: int = setting(
+        1,
+        "Experts that one client alone may open, until somebody else feeds them, too; whatever more it brings is "
+        "kept apart until others bring it or the run is resumed with a higher number.",
+        low=0,
+    )
     merge: bool = setting(
         False, "Make one of two experts that have become alike, where one of them opened in mid-run."
     )

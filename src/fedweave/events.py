@@ -65,6 +65,7 @@ class PlacedBucket(TypedDict):
     usual: float
     doubt: float
     strange: float
+    waits: NotRequired[str]  # with which settings an expert would open for it, where it is kept apart
 
 
 class ChangeEvent(TypedDict):
@@ -78,6 +79,8 @@ class ChangeEvent(TypedDict):
     opened: list[int]  # experts
     merged: list[int]  # two that became one, by the numbers that they had
     retired: list[int]  # experts, by the numbers that they had
+    unfed: NotRequired[list[int]]  # experts that nobody who is here feeds any more: rows are gone, or sites away
+    fed_again: NotRequired[list[int]]
     born: list[int]  # of every expert from here on: the round before which it opened, 0 at alignment
     limit: float | None  # distance beyond which a bucket belongs to no expert
     experts: int  # from here on

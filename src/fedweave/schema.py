@@ -81,8 +81,10 @@ class AlignmentReport(TypedDict):
     halfway: NotRequired[float]  # from an expert's own buckets to the next expert's; 0 with one expert
     signed_buckets: NotRequired[list[int]]  # behind the mean signature of every expert
     born: NotRequired[list[int]]  # the round before which every expert opened; 0: at alignment
+    openers: NotRequired[list[str]]  # the client that opened an expert alone; empty: several, or alignment
     idle: NotRequired[list[int]]  # rounds since somebody fed every expert
-    asked: NotRequired[dict[str, list[int]]]  # client -> sizes of its buckets that the operator was told of
+    asked: NotRequired[dict[str, list[int]]]  # client -> sizes of its buckets that the operator was asked about
+    waiting: NotRequired[dict[str, list[int]]]  # the same, of those that it may not open experts for alone
 
 
 class LabelRecord(TypedDict):
@@ -284,7 +286,7 @@ class Prediction(TypedDict):
     prompt: str | list[dict[str, str]]  # a text, or a chat's messages
     reference: str
     loss: float
-    expert: int  # the router's first choice
+    expert: int  # the router's first choice; -1: none, the prompt is strange to it
     weights: list[float]  # of the router
     prediction: NotRequired[str]  # with its score, where answers were generated
     score: NotRequired[float]

@@ -6,7 +6,7 @@ import pytest
 from fedweave.alignment.align import signature_distance
 from fedweave.alignment.novelty import kinds_of, novel, novelty_limit, own_distances
 from fedweave.config import from_tree
-from fedweave.methods.newcomers import decide
+from fedweave.methods.newcomers import Arrived, decide
 
 
 def blobs(centres: int, each: int, spread: float, seed: int = 0) -> np.ndarray:
@@ -47,18 +47,19 @@ def test_far_buckets_that_are_near_each_other_are_one_kind():
     assert kinds_of([rows[:1]], 0.5).tolist() == [0]
 
 
-def decided(sizes, **living):
+def decided(sizes, whose="abcde", held=None, **living):
     """Five buckets: one of a known kind (its expert is the first direction), four of two new kinds."""
     rows = blobs(3, 2, 0.05)[1:]
     distances = 1 - rows @ np.eye(24, dtype=np.float32)[:2][[0, 23 % 2]].T  # experts 0 and 1
     distances[:, 1] = 1.0  # expert 1 is like none of them
     most = living.pop("most", 8)
     config = from_tree({"living": {"notice": "open", **living}, "alignment": {"max_experts": most}})
-    return decide([rows], distances, distances.min(1) > 0.5, 0.5, sizes, config)
+    arrived = Arrived(whose, sizes, [rows], distances, distances.min(1) > 0.5, 0.5)
+    return decide(arrived, held or {}, config)
 
 
 def test_every_new_kind_opens_one_expert():
-    assert decided([9, 10, 10, 10, 10], least=16) == [0, 2, 2, 3, 3]
+    assert decided([9, 10, 10, 10, 10], least=16) == ([0, 2, 2, 3, 3], [""] * 5)
 
 
 def test_a_bucket_within_the_limit_joins_an_expert_that_opens_nearer_to_it():
@@ -67,14 +68,33 @@ def test_a_bucket_within_the_limit_joins_an_expert_that_opens_nearer_to_it():
     config = from_tree({"living": {"notice": "open", "least": 16}})
     for away, found in (([0.6, 0.6, 0.45], [1, 1, 1]), ([0.4, 0.4, 0.4], [0, 0, 0])):
         distances = np.array(away)[:, None]
-        assert decide([rows], distances, distances[:, 0] > 0.5, 0.5, [10, 10, 10], config) == found
+        arrived = Arrived("abc", [10, 10, 10], [rows], distances, distances[:, 0] > 0.5, 0.5)
+        assert decide(arrived, {}, config)[0] == found
 
 
 def test_a_kind_with_too_few_examples_or_without_room_joins_the_nearest():
-    assert decided([9, 10, 10, 3, 3], least=16)[:3] == [0, 2, 2]
-    assert decided([9, 10, 10, 3, 3], least=16)[3] in (0, 1, 2)
-    assert set(decided([9, 10, 10, 10, 10], least=16, most=3)) <= {0, 1, 2}
-    assert set(decided([9, 1, 1, 1, 1], least=16)) <= {0, 1}
+    found, _ = decided([9, 10, 10, 3, 3], least=16)
+    assert found[:3] == [0, 2, 2] and found[3] in (0, 1, 2)
+    assert set(decided([9, 10, 10, 10, 10], least=16, most=3)[0]) <= {0, 1, 2}
+    assert set(decided([9, 1, 1, 1, 1], least=16)[0]) <= {0, 1}
+
+
+def test_one_client_alone_opens_one_expert_and_is_told_what_would_open_more():
+    rows, alone = [9, 10, 10, 10, 10], [""] * 3 + ["living.alone=2"] * 2
+    assert decided(rows, "abbbb") == ([0, 2, 2, -1, -1], alone)
+    assert decided(rows, "abbbb", alone=2) == decided(rows, "abbcc") == ([0, 2, 2, 3, 3], [""] * 5)
+    assert decided(rows, "abbcc", held={"c": 1}) == ([0, 2, 2, -1, -1], alone)
+    assert decided(rows, "abbbb", notice="ask") == (
+        [0, -1, -1, -1, -1], ["", *["living.notice=open"] * 2, *["living.notice=open living.alone=2"] * 2]
+    )  # fmt: skip
+
+
+def test_what_several_clients_bring_comes_first_and_has_the_last_place():
+    rows = [9, 10, 10, 10, 10]
+    assert decided(rows, "abbcd", alone=0) == ([0, -1, -1, 2, 2], ["", *["living.alone=1"] * 2, "", ""])
+    found, waits = decided(rows, "abbcd", most=3)
+    assert found[3:] == [2, 2] and -1 not in found and not any(waits), "without room it joins the nearest"
+    assert max(decided(rows, "abbcc", most=3)[0]) < 2
 
 
 def test_strange_prompts_make_a_bucket_new_unless_its_signature_is_near():

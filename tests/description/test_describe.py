@@ -1,11 +1,13 @@
 """`fedweave describe`: what a run wrote of its experts, what rows show of them, what may be told to others."""
 
 import json
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
+import torch
 
-from fedweave.description.describe import text_of, typical
+from fedweave.description.describe import Asked, describe, text_of, typical
 from fedweave.description.record import limited, read_experts
 from fedweave.description.text import shares, short, words_of
 from fedweave.runs.text import summary_text
@@ -28,6 +30,15 @@ def test_a_run_says_what_its_experts_are(trained):
             row = predictions[example["prompt"]]
             assert row["expert"] == m and row["prediction"] == example["answer"], "the test's own answer"
             assert example["reference"] == row["reference"] and isinstance(example["bare"], str)
+
+
+def test_strange_prompts_are_no_experts():
+    """The router gives them to nobody, not to the first one."""
+    weights = torch.tensor([[0.0, 0.0], [1.0, 0.0], [0.2, 0.8]])
+    model = SimpleNamespace(weights=lambda _: weights, mixture=SimpleNamespace(layout=SimpleNamespace(experts=2)))
+    asked = Asked(["How far is it?", "Fix this!", "Pick one."], torch.eye(3))
+    found = describe(model, asked, Asked([], torch.empty(0, 3)), "three prompts", 1)
+    assert [expert["typical"] for expert in found["experts"]] == [["Fix this!"], ["Pick one."]]
 
 
 def test_the_text_names_words_clients_and_answers(tiny_copy, says):
@@ -133,3 +144,7 @@ def test_a_run_ends_with_a_line_for_every_expert(trained):
     for expert in found["experts"]:
         assert f"{expert['share']:4.0%}  {', '.join(words_of(found, expert))}" in said
     assert "words that set apart" not in summary_text(summary)
+    assert "strange to the router" not in summary_text(summary)
+    first = next(iter(summary["test"]["best"]["routing"]))
+    summary["test"]["best"]["routing"][first] = [0.0] * summary["experts"]
+    assert f"strange to the router, and the bare model's: {summary['tasks'][first]}\n" in summary_text(summary)

@@ -7,7 +7,7 @@ from fedweave.cli import main
 from fedweave.config import load_config
 from fedweave.console import Console
 from fedweave.errors import UserError
-from fedweave.report.timeline import lives
+from fedweave.report.timeline import happened, lives
 from fedweave.runs.folder import RunFolder
 from fedweave.runs.reading import read_run
 from fedweave.runs.workspace import prepare
@@ -118,6 +118,18 @@ def test_the_timeline_knows_every_expert_whatever_its_number(tiny_run):
     assert [life.stretches[-1] for life in lives(run) if life.closed is None][-1] == (5, 7)
 
 
+def test_an_expert_that_nobody_feeds_is_told_and_no_reason_to_choose_the_best_anew(tiny_run):
+    run = read_run(tiny_run(*OPENING))
+    last, before = run.changes[-1], run.best_validation
+    quiet = {"came": {}, "went": {}, "placed": [], "opened": [], "merged": [], "retired": [], "round": 9}
+    run.changes = [*run.changes, {**last, **quiet, "unfed": [1], "fed_again": [0]}]
+    assert happened(run.changes[-1]) == [
+        "nobody who is here feeds expert 1 any more; it stays as it is", "expert 0 is fed again"
+    ]  # fmt: skip
+    run.summary = None
+    assert run.best_validation["round"] >= last["round"] and before is not None
+
+
 def test_the_operator_is_asked_and_answers_by_resuming(tmp_path, small, capsys):
     run = tmp_path / "run"
     asking = [item for item in OPENING if not item.startswith("living.notice")]
@@ -129,6 +141,26 @@ def test_the_operator_is_asked_and_answers_by_resuming(tmp_path, small, capsys):
     assert not before["opened"] and any(bucket["expert"] < 0 for bucket in before["placed"])
     assert main(["resume", str(run), "living.notice=open", "training.rounds=4", "--quiet"]) == 0
     assert events(run, "change")[1]["opened"]
+
+
+def test_what_one_client_alone_brings_waits_also_in_a_run_that_is_resumed(tmp_path, small, says):
+    """Its first kind opens an expert; the second one is looked at once, and opens when the operator says so."""
+    whole, broken, rounds = tmp_path / "whole", tmp_path / "broken", (1, 2, 3, 4)
+    alone = [item for item in OPENING if not item.startswith("data.changes")]
+    changes = "data.changes=['2: client_0 gains sum', '3: client_0 gains choice']"
+    begin = ["run", "quickstart", *small, *alone, changes, "alignment.max_experts=12", "--quiet"]
+    assert main([*begin, f"output={whole}"]) == 0
+    assert main([*begin, f"output={broken}", "training.rounds=1"]) == 0
+    for last in rounds[1:]:
+        assert main(["resume", str(broken), f"training.rounds={last}", "--quiet"]) == 0
+    assert state_of(whole) == state_of(broken)
+    first, second = events(whole, "change")
+    waits = {bucket["waits"] for bucket in second["placed"] if bucket["expert"] < 0}
+    assert first["opened"] and not second["opened"] and "living.alone=2" in waits
+    told = "of client_0 fit no expert and are kept apart; resume with living.alone=2 to open one"
+    assert told in says("watch", whole, "--once")
+    assert main(["resume", str(whole), "living.alone=2", "training.rounds=5", "--quiet"]) == 0
+    assert events(whole, "change")[2]["opened"]
 
 
 def test_a_run_that_kept_no_signatures_says_so(tiny_copy, complains):

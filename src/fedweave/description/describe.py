@@ -14,6 +14,7 @@ from fedweave.description.record import Example, Expert, Experts
 from fedweave.description.words import distinctive
 from fedweave.inference.generate import generate
 from fedweave.inference.model import FedWeaveModel
+from fedweave.router.routed import foremost
 
 TYPICAL = 3  # prompts, and examples, of each expert
 LONGEST_ANSWER = 64  # tokens of an example
@@ -33,7 +34,7 @@ class Asked:
 
 def describe(model: FedWeaveModel, asked: Asked, held: Asked, source: str, round: int) -> Experts:
     """Experts by the prompts that they get of ``asked``, with examples out of ``held``."""
-    owners = model.weights(asked.features).argmax(1).numpy()  # [n]
+    owners = np.array([foremost(weights) for weights in model.weights(asked.features)])  # [n]
     experts = range(model.mixture.layout.experts)
     texts = [text_of(prompt) for prompt in asked.prompts]
     rows = [np.flatnonzero(owners == m) for m in experts]
@@ -97,7 +98,7 @@ def _examples(model: FedWeaveModel, held: Asked) -> list[list[Example]]:
     if not held.prompts:
         return [[] for _ in range(model.mixture.layout.experts)]
     weights = model.weights(held.features)  # [n, M]
-    owners, points = weights.argmax(1).numpy(), _standard(held.features)
+    owners, points = np.array([foremost(row) for row in weights]), _standard(held.features)
     texts = [text_of(prompt) for prompt in held.prompts]
     chosen: list[list[int]] = []
     for m in range(weights.shape[1]):

@@ -49,6 +49,7 @@ class Placed:
     usual: float  # loss of the client's other rows under theirs
     doubt: float  # of the router: 1 - its largest weight
     strange: float  # share of its prompts that are like none before
+    waits: str = ""  # with which settings an expert would open for it, where it is kept apart
 
 
 @dataclass
@@ -62,12 +63,20 @@ class Change:
     opened: list[int] = field(default_factory=list)  # experts
     merged: list[int] = field(default_factory=list)  # two experts that became one, by their old numbers
     retired: list[int] = field(default_factory=list)  # experts, by their old numbers
+    unfed: list[int] = field(default_factory=list)  # experts that nobody who is here feeds any more
+    fed_again: list[int] = field(default_factory=list)
     limit: float | None = None  # distance beyond which a bucket belongs to no expert
     up: dict[str, int] = field(default_factory=dict)  # client -> bytes
     down: dict[str, int] = field(default_factory=dict)
 
     def __bool__(self) -> bool:
+        """Whether there are other rows or other experts than before."""
         return bool(self.came or self.went or self.placed or self.merged or self.retired)
+
+    def opened_by(self, m: int) -> str:
+        """The only client that an expert opened for; empty where there are several."""
+        clients = {bucket.client for bucket in self.placed if bucket.expert == m}
+        return clients.pop() if len(clients) == 1 else ""
 
     def heard(self, receipts: Receipts, question: Message) -> None:
         """Count what a question and its answers took."""

@@ -47,8 +47,8 @@ def federate(
         if not (present := engine.present()):
             raise UserError(
                 f"nobody has rows to train on in round {t + 1}: they are gone, wait for more (living.least) or for "
-                "the operator (living.notice=ask, federation.quarantine). The last checkpoint is intact: "
-                "continue with `fedweave resume`."
+                "the operator (living.notice=ask, living.alone, federation.quarantine). The last checkpoint is "
+                "intact: continue with `fedweave resume`."
             )
         participants = sample_clients(present, method.config, t)  # line 8: S_t
         state, report = one_round(method, engine, state, participants, t)

@@ -5,7 +5,7 @@ what belongs to none. Two that have become alike become one, and one that nobody
 where the config says so. Each is θ, φ and the kept signatures in another size; nothing old moves.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 import torch
@@ -16,14 +16,25 @@ from fedweave.alignment.novelty import alike, novel, novelty_limit
 from fedweave.config import Config
 from fedweave.errors import UserError
 from fedweave.federation.admission import Receipts
-from fedweave.federation.client import examples_of
+from fedweave.federation.client import Member, examples_of
 from fedweave.federation.engines.base import Engine
 from fedweave.federation.message import Message
 from fedweave.federation.news import Change, Placed
 from fedweave.federation.state import ServerState, broadcast
 from fedweave.federation.steps import Step
 from fedweave.methods.growing import GrowRouter, grow_router
-from fedweave.methods.newcomers import Sign, apart, decide, kept_means, placed_lines, remember
+from fedweave.methods.newcomers import (
+    Arrived,
+    Sign,
+    apart,
+    decide,
+    held_alone,
+    kept_means,
+    openers,
+    placed_lines,
+    remember,
+    sizes_apart,
+)
 from fedweave.methods.preparation import signature_blocks, warm_starts
 from fedweave.methods.prototypes import Discover, StartExperts, first_adapter
 
@@ -55,9 +66,8 @@ class Living:
 
     def place(self, engine: Engine, state: ServerState, change: Change) -> ServerState:
         """Every bucket without an expert gets one, or is kept apart until the operator has decided."""
-        asking = self.config.living.notice == "ask"
-        known = state.report.get("asked", {}) if asking else {}
-        pending = [m for m in engine.members if apart(m) and known.get(m.name) != [m.sizes[c] for c in apart(m)]]
+        asking, held = self.config.living.notice == "ask", held_alone(state, engine.members)
+        pending = self.pending(engine.members, state, held)
         # half of the bytes: the model is needed for a few figures, not for signatures
         question, heard = broadcast(state, change.t, torch.bfloat16), Receipts()
         signed = list(engine.ask(self.sign, pending, question, heard)) if pending else []
@@ -71,10 +81,9 @@ class Living:
         own = state.report["own_distances"]
         change.limit = novelty_limit(own, self.config.living.alarms, state.report["halfway"])
         new = novel(distances.min(1), [share for _, told in signed for share in told.strange], own, change.limit)
-        experts = decide(blocks, distances, new, change.limit, [m.sizes[c] for m, c in units], self.config)
-        first = state.layout.experts
-        if asking:  # of what would open an expert, and of nothing else
-            experts = [-1 if m >= first else m for m in experts]
+        whose, sizes = [m.name for m, _ in units], [m.sizes[c] for m, c in units]
+        arrived = Arrived(whose, sizes, blocks, distances, new, change.limit)
+        experts, waits = decide(arrived, held, self.config)
         figures = [
             (loss, told.usual, doubt, strange)
             for _, told in signed
@@ -84,13 +93,25 @@ class Living:
             member.assignment = [*member.assignment[:c], m, *member.assignment[c + 1 :]]
             nearest = int(distances[i].argmin())
             distance = float(distances[i, nearest])
-            change.placed.append(Placed(member.name, member.sizes[c], m, nearest, distance, *figures[i]))
-        change.opened = list(range(first, max([*experts, first - 1]) + 1))
+            change.placed.append(Placed(member.name, member.sizes[c], m, nearest, distance, *figures[i], waits[i]))
+        change.opened = sorted({m for m in experts if m >= state.layout.experts})
         for line in placed_lines(change):
             engine.console.say(line)
         state = remember(state, blocks, experts, change)
-        state.report["asked"] = {m.name: [m.sizes[c] for c in apart(m)] for m in engine.members if apart(m)}
+        silent = {member.name for member in pending} - {member.name for member, _ in signed}
+        told = {m.name: sizes_apart(m) for m in engine.members if apart(m) and m.name not in silent}
+        state.report.update(asked=told if asking else {}, waiting={} if asking else told)
         return self.widen(engine, state, change, self.starts(engine, state, change)) if change.opened else state
+
+    def pending(self, members: Sequence[Member], state: ServerState, held: Mapping[str, int]) -> list[Member]:
+        """Whose buckets without an expert are to be signed. The operator is asked once about each. What a client
+        may not open an expert for alone is looked at again, all of it, when buckets come that may be of its kind,
+        and when it may open another."""
+        asking, waiting = self.config.living.notice == "ask", [member for member in members if apart(member)]
+        known = state.report.get("asked" if asking else "waiting", {})
+        unknown = [member for member in waiting if known.get(member.name) != sizes_apart(member)]
+        may_open = any(held.get(member.name, 0) < self.config.living.alone for member in waiting)
+        return unknown if asking else waiting if unknown or may_open else []
 
     def starts(self, engine: Engine, state: ServerState, change: Change) -> list[torch.Tensor]:
         """What new experts start from, [P of one] each: the mean of their buckets' warmup adapters, or B = 0."""
@@ -127,7 +148,7 @@ class Living:
         pair = alike(kept_means(state), state.report["own_distances"], state.report["born"])
         if pair is None:
             return state
-        signed, last = state.report["signed_buckets"], state.layout.experts
+        signed, had, last = state.report["signed_buckets"], openers(state), state.layout.experts
         fed = examples_of(engine.members, last)
         weights = torch.tensor([float(fed[m] or signed[m]) for m in pair])
         weights /= weights.sum()
@@ -142,6 +163,7 @@ class Living:
             **state.report,
             "signed_buckets": [*signed, sum(signed[m] for m in pair)],
             "born": [*state.report["born"], change.t + 1],
+            "openers": [*had, had[pair[0]] if had[pair[0]] == had[pair[1]] else ""],
         }
         state = replace(state, signatures=torch.cat([state.signatures, one]), report=report)
         change.merged = list(pair)
@@ -168,7 +190,9 @@ class Living:
         known = state.report.get("unfed", [])
         if unfed == known:
             return state
-        for m in set(unfed) - set(known) if not (change.merged or change.retired) else ():
+        if not (change.merged or change.retired):  # numbers that can be compared
+            change.unfed, change.fed_again = sorted(set(unfed) - set(known)), sorted(set(known) - set(unfed))
+        for m in change.unfed:
             engine.console.say(
                 f"before round {change.t + 1}: nobody who is here feeds expert {m}; it stays as it is"
             )
@@ -185,7 +209,7 @@ class Living:
         narrow, experts = engine.layout(layout.rank, len(kept), layout.shared), layout.unstack(state.theta)
         theta = narrow.stack([experts[m] for m in kept], shared_of(state))
         router, phi = router.narrowed(state.phi[0], kept)
-        lists = {name: state.report.get(name, []) for name in ("signed_buckets", "born", "idle")}
+        lists = {name: state.report.get(name, []) for name in ("signed_buckets", "born", "openers", "idle")}
         report = state.report | {name: [had[m] for m in kept if m < len(had)] for name, had in lists.items()}
         doubts = {name: [had[m] for m in kept if m < len(had)] for name, had in state.bucket_doubts.items()}
         return replace(

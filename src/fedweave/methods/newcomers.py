@@ -4,7 +4,8 @@ The same for rows that arrive at a client and for a client that comes late. The 
 :mod:`fedweave.alignment.novelty`, its argument in docs/living.md.
 """
 
-from collections.abc import Iterator, Sequence
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -15,10 +16,10 @@ import torch.nn.functional as F
 from fedweave.alignment.align import expert_distances, expert_means
 from fedweave.alignment.novelty import kinds_of
 from fedweave.config import Config
-from fedweave.federation.client import Client, Member
+from fedweave.federation.client import Client, Member, examples_of
 from fedweave.federation.compute import Compute
 from fedweave.federation.message import Facts, Message
-from fedweave.federation.news import Change
+from fedweave.federation.news import Change, Placed
 from fedweave.federation.state import Broadcast, ServerState, received
 from fedweave.federation.steps import MOST_LOSS, Answer, Asked, Figure, Part, Step
 from fedweave.methods.prototypes import Discover
@@ -97,35 +98,86 @@ def apart(member: Member) -> list[int]:
     return [c for c, (size, m) in enumerate(zip(member.sizes, member.assignment, strict=True)) if size and m < 0]
 
 
-def decide(
-    blocks: Sequence[np.ndarray],
-    distances: np.ndarray,
-    new: np.ndarray,
-    limit: float,
-    sizes: Sequence[int],
-    config: Config,
-) -> list[int]:
-    """The expert of every bucket; numbers beyond those of ``distances`` [n, M] are new experts. Those that are
-    ``new`` [n] and near each other are one kind, which opens an expert if it has examples enough and there is room
-    for one; all others join the nearest, old or new."""
-    experts, most = distances.shape[1], config.alignment.max_experts
-    far = np.flatnonzero(new)
-    kinds = kinds_of([block[far] for block in blocks], limit)
-    found = distances.argmin(1)
+def sizes_apart(member: Member) -> list[int]:
+    """How many rows each of these has."""
+    return [member.sizes[c] for c in apart(member)]
+
+
+@dataclass
+class Arrived:
+    """n buckets that have no expert yet."""
+
+    whose: Sequence[str]
+    sizes: Sequence[int]
+    blocks: Sequence[np.ndarray]  # signatures, [n, size] a layer
+    distances: np.ndarray  # [n, M] to the experts that are there
+    new: np.ndarray  # [n] bool: of no known kind
+    limit: float  # nearer than this, two of them are one kind
+
+    def kinds(self, least: int) -> list[np.ndarray]:
+        """The buckets of every new kind that has so many examples; kinds that several clients bring come first."""
+        far = np.flatnonzero(self.new)
+        labels = kinds_of([block[far] for block in self.blocks], self.limit)
+        found = [far[labels == kind] for kind in range(int(labels.max()) + 1 if len(labels) else 0)]
+        enough = [own for own in found if sum(self.sizes[bucket] for bucket in own) >= least]
+        return sorted(enough, key=lambda own: self.alone(own) is not None)
+
+    def alone(self, own: Sequence[int] | np.ndarray) -> str | None:
+        """The client that all of these buckets are of, if it is one."""
+        clients = {self.whose[bucket] for bucket in own}
+        return clients.pop() if len(clients) == 1 else None
+
+
+def decide(arrived: Arrived, held: Mapping[str, int], config: Config) -> tuple[list[int], list[str]]:
+    """The expert of every bucket; numbers beyond those that are there are new experts. A new kind opens one if it
+    has examples enough and there is room; all others join the nearest, old or new. One client alone opens
+    ``living.alone`` at most, with those that it has ``held`` so far, and never the last one that there is room for.
+    What may not open has no expert, -1, and in the second list the settings with which one would."""
+    experts, most = arrived.distances.shape[1], config.alignment.max_experts
+    found, waits, held = arrived.distances.argmin(1), [""] * len(arrived.sizes), Counter(held)
     opened: list[np.ndarray] = []  # buckets of each new expert
-    for kind in range(int(kinds.max()) + 1 if len(kinds) else 0):
-        own = far[kinds == kind]
-        if sum(sizes[bucket] for bucket in own) >= config.living.least and experts + len(opened) < most:
-            found[own] = experts + len(opened)
-            opened.append(own)
+    for own in arrived.kinds(config.living.least):
+        client = arrived.alone(own)
+        if experts + len(opened) + (client is not None) >= most:
+            continue
+        if client is not None:
+            held[client] += 1
+            if held[client] > config.living.alone:
+                found[own] = -1
+                for bucket in own:
+                    waits[bucket] = f"living.alone={held[client]}"
+                continue
+        found[own] = experts + len(opened)
+        opened.append(own)
     if opened:
-        rest = np.flatnonzero(found < experts)
-        labels = [next((k for k, own in enumerate(opened) if b in own), -1) for b in range(len(distances))]
-        away = expert_distances([block[rest] for block in blocks], expert_means(blocks, labels, len(opened)))
+        rest = np.flatnonzero((found >= 0) & (found < experts))
+        labels = [next((k for k, own in enumerate(opened) if b in own), -1) for b in range(len(found))]
+        means = expert_means(arrived.blocks, labels, len(opened))
+        away = expert_distances([block[rest] for block in arrived.blocks], means)
         for row, bucket in enumerate(rest):
-            if away[row].min() < distances[bucket].min():
+            if away[row].min() < arrived.distances[bucket].min():
                 found[bucket] = experts + int(away[row].argmin())
-    return [int(m) for m in found]
+    if config.living.notice == "ask":  # about what would open an expert, and about nothing else
+        unknown = (found < 0) | (found >= experts)
+        waits = [f"living.notice=open {key}".strip() if u else "" for u, key in zip(unknown, waits, strict=True)]
+        found[unknown] = -1
+    return found.tolist(), waits
+
+
+def openers(state: ServerState) -> list[str]:
+    """[M] the client that opened an expert alone; empty where several did, or alignment."""
+    known = state.report.get("openers", [])
+    return [*known, *[""] * (state.layout.experts - len(known))]
+
+
+def held_alone(state: ServerState, members: Sequence[Member]) -> Counter[str]:
+    """How many experts a client has opened that nobody else feeds, whether it feeds them still or not."""
+    fed = {member.name: examples_of([member], state.layout.experts) for member in members}
+    return Counter(
+        who
+        for m, who in enumerate(openers(state))
+        if who and not any(examples[m] for name, examples in fed.items() if name != who)
+    )
 
 
 def kept_means(state: ServerState) -> np.ndarray:
@@ -151,20 +203,33 @@ def remember(
         **state.report,
         "signed_buckets": [n + k for n, k in zip(counts, new, strict=True)],
         "born": [*state.report["born"], *[change.t + 1] * more],
+        "openers": [*openers(state), *(change.opened_by(m) for m in change.opened)],
     }
     return replace(state, signatures=torch.from_numpy(means).to(state.signatures), report=report)
 
 
 def placed_lines(change: Change) -> Iterator[str]:
-    """What was decided, in words."""
+    """What was decided, in words: a line for all buckets of a client that lie by one expert and go one way."""
+    found: dict[tuple, list[Placed]] = {}
     for bucket in change.placed:
-        kept = "kept apart; resume with living.notice=open to open an expert"
-        where = f"expert {bucket.expert}" if bucket.expert >= 0 else kept
-        new = " opens" if bucket.expert in change.opened else ""
-        if change.limit is not None and change.limit < bucket.distance and bucket.expert == bucket.nearest:
-            new = ", although far: a new one has too few rows (living.least) or no room (alignment.max_experts)"
+        far = change.limit is not None and change.limit < bucket.distance and bucket.expert == bucket.nearest
+        found.setdefault((bucket.client, bucket.nearest, bucket.expert, bucket.waits, far), []).append(bucket)
+    for (client, nearest, m, waits, far), own in found.items():
+        rows = sum(bucket.rows for bucket in own)
+        loss, doubt, strange = (
+            sum(bucket.rows * getattr(bucket, name) for bucket in own) / rows
+            for name in ("loss", "doubt", "strange")
+        )
+        away = sorted({f"{bucket.distance:.2f}" for bucket in own})
+        whose = f"{rows} rows of {client}" + (f" in {len(own)} buckets" if len(own) > 1 else "")
+        where = f"expert {m}" if m >= 0 else f"kept apart; resume with {waits} to open an expert"
+        where += ", which opens" if m in change.opened else ""
+        if far:
+            where += ", although far: a new one has too few rows (living.least) or no room (alignment.max_experts, "
+            where += "whose last place is for what two clients bring)"
+        others = f", its others {own[0].usual:.2f}" if own[0].usual else ""  # it may have none
         yield (
-            f"before round {change.t + 1}: {bucket.rows} rows of {bucket.client} lie {bucket.distance:.2f} from "
-            f"expert {bucket.nearest} (limit {change.limit:.2f}; loss {bucket.loss:.2f}, its others "
-            f"{bucket.usual:.2f}; router's doubt {bucket.doubt:.2f}; strange {bucket.strange:.0%}) → {where}{new}"
+            f"before round {change.t + 1}: {whose} lie {' to '.join(away[:: max(1, len(away) - 1)])} from expert "
+            f"{nearest} (limit {change.limit:.2f}; loss {loss:.2f}{others}; router's doubt {doubt:.2f}; strange "
+            f"{strange:.0%}) → {where}"
         )

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass, field
 
-from fedweave.events import ChangeEvent
+from fedweave.events import ChangeEvent, PlacedBucket
 from fedweave.report.parts import Section, Table
 from fedweave.report.style import SURFACE, Picture, canvas, colour, named_rows, tip, whole_rounds
 from fedweave.runs.reading import RunRecord
@@ -80,12 +80,18 @@ def happened(event: ChangeEvent) -> list[str]:
         clients = _names({bucket["client"]: 0 for bucket in own})
         far = f"{near:.2f} from any other, limit {event['limit']:.2f}"
         said.append(f"expert {m} opened for {rows} rows of {clients}: {far}")
-    if apart := [bucket for bucket in event["placed"] if bucket["expert"] < 0]:
-        rows = sum(bucket["rows"] for bucket in apart)
-        said.append(f"{rows} rows that fit no expert are kept apart until living.notice is open")
+    apart: dict[str, list[PlacedBucket]] = {}  # by what they wait for
+    for bucket in event["placed"]:
+        if bucket["expert"] < 0:
+            apart.setdefault(bucket.get("waits", "living.notice=open"), []).append(bucket)
+    for key, own in apart.items():
+        rows, clients = sum(bucket["rows"] for bucket in own), _names({bucket["client"]: 0 for bucket in own})
+        said.append(f"{rows} rows of {clients} fit no expert and are kept apart; resume with {key} to open one")
     if event["merged"]:
         said.append(f"experts {' and '.join(map(str, event['merged']))} became one")
     said += [f"expert {m} was retired: nobody fed it" for m in event["retired"]]
+    said += [f"nobody who is here feeds expert {m} any more; it stays as it is" for m in event.get("unfed", [])]
+    said += [f"expert {m} is fed again" for m in event.get("fed_again", [])]
     return said
 
 

@@ -86,7 +86,8 @@ class RunRecord:
         chosen = self.summary["validation"]["best_round"] if self.summary is not None else None
         if found := next((e for e in self.validations if e["round"] == chosen), None):
             return found
-        since = self.changes[-1]["round"] if self.changes else 0
+        other = ("came", "went", "placed", "merged", "retired")  # as Change.__bool__
+        since = max((event["round"] for event in self.changes if any(event.get(key) for key in other)), default=0)
         return min((e for e in self.validations if e["round"] >= since), key=lambda e: e["loss"], default=None)
 
     @property

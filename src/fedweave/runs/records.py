@@ -50,7 +50,9 @@ def round_record(report: RoundReport) -> RoundEvent:
 
 def change_record(change: Change, state: ServerState, members: Sequence[Member]) -> ChangeEvent:
     """What changed before a round, and how many examples every expert has from then on, and whose."""
+    experts, unfed = range(state.layout.experts), state.report.get("unfed", [])  # also those whose sites are away
     feeding = {member.name: examples_of([member], state.layout.experts) for member in members}
+    feeders = [[name for name, own in feeding.items() if own[m] and m not in unfed] for m in experts]
     return {
         "event": "change",
         "round": change.t + 1,
@@ -60,11 +62,13 @@ def change_record(change: Change, state: ServerState, members: Sequence[Member])
         "opened": change.opened,
         "merged": change.merged,
         "retired": change.retired,
+        "unfed": change.unfed,
+        "fed_again": change.fed_again,
         "born": state.report.get("born", [0] * state.layout.experts),
         "limit": change.limit,
         "experts": state.layout.experts,
-        "fed": examples_of(members, state.layout.experts),
-        "feeders": [[name for name, own in feeding.items() if own[m]] for m in range(state.layout.experts)],
+        "fed": [sum(feeding[name][m] for name in feeders[m]) for m in experts],
+        "feeders": feeders,
         "bytes_up": change.up,
         "bytes_down": change.down,
     }

@@ -30,6 +30,7 @@ LATER = (
     "engine",
     "evaluation",
     "living.notice",
+    "living.alone",
     "training.rounds",
     "training.clients_per_step",
     "training.checkpointing",

@@ -22,6 +22,7 @@ from fedweave.inference.model import FedWeaveModel
 from fedweave.methods import build_method
 from fedweave.metrics.scores import scores
 from fedweave.router.mlp import sparsify
+from fedweave.router.routed import foremost
 from fedweave.runs.workspace import TestSet
 from fedweave.schema import ByTask, ClientFigures, Prediction, Tested
 
@@ -165,7 +166,7 @@ def _predictions(held: TestSet, model: FedWeaveModel, measured: Rows) -> list[Pr
             "prompt": example.prompt if isinstance(example.prompt, str) else list(example.prompt),
             "reference": example.response,
             "loss": measured.losses[i].item(),
-            "expert": int(weights.argmax()),
+            "expert": foremost(weights),
             "weights": weights.tolist(),
         }
         if measured.answers is not None and measured.scores is not None:

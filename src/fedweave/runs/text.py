@@ -29,6 +29,10 @@ def summary_text(summary: Summary, experts: Experts | None = None) -> str:
         parts.append(results_table(tested["best"], summary["tasks"], bare))
         if summary["experts"] > 1 and len(summary["tasks"]) <= FEW_TASKS:
             parts += ["", _routing(summary, tested["best"])]
+            if strange := [
+                summary["tasks"][task] for task, row in tested["best"]["routing"].items() if sum(row) < 0.5
+            ]:
+                parts.append(f"most prompts are strange to the router, and the bare model's: {', '.join(strange)}")
         if "decided" in tested["best"]:
             parts += ["", f"routing decided: {decided_text(tested['best']['decided'])}"]
         if unseen := tested.get("unseen"):

@@ -6,19 +6,22 @@ import json
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
+from flwr.app import Array
 
 from fedweave.config import dump_config
 from fedweave.console import Console
 from fedweave.data import load_data
+from fedweave.federation.engines.flower.transport import ARRAYS, NUMBERS, TEXTS
 from fedweave.federation.message import Message
 from fedweave.federation.rounds import federate
 from fedweave.federation.site.settings import Floors, SiteConfig
 from fedweave.federation.site.site import OwnFiles, Site
 from fedweave.methods import build_method
 from fedweave.runs.workspace import prepare
-from tests.federation.flower.conftest import Federation
+from tests.federation.flower.conftest import Federation, carried
 from tests.federation.flower.test_one_truth import changed as with_rounds
 from tests.federations import changed
 
@@ -215,6 +218,40 @@ def test_a_late_site_with_a_kind_of_its_own_opens_an_expert(living, tmp_path, mo
     assert f"site {late} joins" in federation.said
 
 
+def test_a_site_that_brings_ever_more_kinds_leaves_places_to_others(living, tmp_path, models):
+    """Whatever it says of them: it opens one expert, and what two others bring after that opens theirs."""
+    config = with_rounds(living, rounds=5)
+    sites, _ = own_sites(config, tmp_path, models)
+    federation, liar = Federation(config, models, sites), 102
+    push = federation.grid.push_messages
+
+    def pushed(messages):
+        numbers = push(messages)
+        for asked, number in zip(messages, numbers, strict=True):
+            if asked.content.config_records[TEXTS]["step"] == "sign":
+                (reply,) = federation.grid.replies[number]
+                arrays, t = reply.content.array_records[ARRAYS], asked.content.metric_records[NUMBERS]["t"]
+                kind = np.random.default_rng(t if asked.metadata.dst_node_id == liar else 99)
+                shape = arrays["signatures"].numpy().shape
+                said = np.repeat(kind.standard_normal((1, shape[1]), dtype=np.float32), shape[0], 0)
+                arrays["signatures"] = Array(said)
+                federation.grid.replies[number] = [carried(reply)]
+        return numbers
+
+    def fate(step, node, t):
+        if step == "train" and (t == 2 if node != liar else t < 3):
+            rows = [{"prompt": f"In round {t}, {i}?", "response": f"{i}"} for i in range(8)]
+            grow(tmp_path, {sites[node - 100].source.name: rows}, sites[node - 100].source.name)
+        return "answers"
+
+    federation.grid.push_messages, federation.grid.fate = pushed, fate
+    _, _, reports = federation.run()
+    changes, hostile = [report.change for report in reports], sites[liar - 100].source.name
+    assert [[change.opened_by(m) for m in change.opened] for change in changes] == [[], [hostile], [], [""], []]
+    assert {b.client for b in changes[2].placed if b.waits == "living.alone=2"} == {hostile}
+    assert "kept apart; resume with living.alone=2 to open an expert" in federation.said
+
+
 def test_a_site_that_leaves_with_the_only_rows_of_an_expert_is_told_of(living, tmp_path, models):
     """Its expert stays as it is to the bit, and is retired where that is asked for."""
     leaving = changed(with_rounds(living, rounds=5), living={"retire": 1})
@@ -235,6 +272,8 @@ def test_a_site_that_leaves_with_the_only_rows_of_an_expert_is_told_of(living, t
     (opened,) = reports[1].change.opened
     assert [report.change.retired for report in reports] == [[], [], [], [], [opened]]
     assert final.layout.experts == before.layout.experts
+    alone_in_it = reports[3].change
+    assert alone_in_it.unfed == [opened] and not alone_in_it, "told, and no other rows"
     for told in (
         f"nobody who is here feeds expert {opened}",
         f"nobody feeds expert {opened} any more; it is retired",

@@ -34,7 +34,10 @@ def check_site(settings: SiteConfig, config: Config, build_method: BuildMethod, 
         discovery=replace(config.discovery, warmup_steps=min(config.discovery.warmup_steps, settings.floors.steps)),
         federation=replace(config.federation, secure_aggregation=False),
         living=replace(
-            config.living, notice="open" if config.living.notice == "ask" else config.living.notice, least=2
+            config.living,
+            notice="open" if config.living.notice == "ask" else config.living.notice,
+            least=2,
+            alone=1,
         ),
         alignment=replace(config.alignment, max_experts=1000),
     )  # as many steps as sizes need, no masks, which take several sites, and room for a kind that nobody knows
