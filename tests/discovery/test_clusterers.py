@@ -7,7 +7,7 @@ from sklearn.cluster import KMeans
 from sklearn.metrics import silhouette_score
 
 from fedweave.config import DiscoveryConfig
-from fedweave.discovery import gram
+from fedweave.discovery import clusterers, gram
 from fedweave.discovery.clusterers import CLUSTERERS, Buckets, discover_all, discover_buckets
 from fedweave.discovery.gram import _exchanged, _to_centroids, distances_of, gram_kmeans
 from fedweave.discovery.silhouette import silhouette
@@ -88,6 +88,22 @@ def test_clients_side_by_side_find_what_each_finds_alone():
     for i, buckets in enumerate(together):
         alone = discover_buckets(clients[i], DiscoveryConfig(), seed=i)
         assert [m.tolist() for m in alone.members] == [m.tolist() for m in buckets.members]
+
+
+def test_clients_side_by_side_share_the_cores(monkeypatch):
+    """torch would give each of them all cores; afterwards it has what it had."""
+    seen, before = [], torch.get_num_threads()
+    monkeypatch.setattr(clusterers.os, "cpu_count", lambda: 8)
+    monkeypatch.setattr(
+        clusterers, "discover_buckets", lambda *_: seen.append(torch.get_num_threads()) or Buckets([], {})
+    )
+    torch.set_num_threads(8)
+    try:
+        for clients in (20, 4, 1):
+            discover_all([np.ones((5, 2))] * clients, DiscoveryConfig(), range(clients))
+        assert seen == [1] * 20 + [2] * 4 + [8] and torch.get_num_threads() == 8
+    finally:
+        torch.set_num_threads(before)
 
 
 @pytest.mark.parametrize("empty", [False, True])

@@ -10,6 +10,7 @@ import warnings
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
+from functools import partial
 
 import numpy as np
 import torch
@@ -151,8 +152,14 @@ def discover_all(
         on_done()
         return buckets
 
-    with threadpool_limits(threads), ThreadPoolExecutor(max(1, cores // threads)) as pool:
-        return list(pool.map(one, zip(features, seeds, strict=True)))
+    # torch does not know of these limits: unless it is told, every new thread of ours gets all cores
+    before, own = torch.get_num_threads(), max(1, cores // len(features))
+    limited = partial(ThreadPoolExecutor, initializer=torch.set_num_threads, initargs=(own,))
+    try:
+        with threadpool_limits(threads), limited(max(1, cores // threads)) as pool:
+            return list(pool.map(one, zip(features, seeds, strict=True)))
+    finally:
+        torch.set_num_threads(before)
 
 
 def _silhouette(points: np.ndarray, labels: np.ndarray) -> float:
