@@ -38,8 +38,8 @@ class Agreement:
 
     @cached_property
     def seen(self) -> dict[int, torch.Tensor]:
-        """client -> [s], of length 1 on every expert; 0: not uploaded. All come from a GPU together, and the order of
-        arrival decides nothing."""
+        """client -> [s], of length 1 on every expert; 0: not uploaded. All come from a GPU together, and the order
+        of arrival decides nothing."""
         if not self._sampled:
             return {}
         clients = sorted(self._sampled)
