@@ -5,7 +5,8 @@ import pytest
 from sklearn.cluster import AgglomerativeClustering
 from sklearn.metrics import adjusted_rand_score, silhouette_score
 
-from fedweave.alignment.align import align, cuts, signature_distance, silhouette
+from fedweave.alignment.align import align, cuts, signature_distance
+from fedweave.discovery.silhouette import silhouette
 
 
 def direct(blocks: list[np.ndarray]) -> np.ndarray:

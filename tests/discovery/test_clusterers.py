@@ -4,10 +4,13 @@ import numpy as np
 import pytest
 import torch
 from sklearn.cluster import KMeans
+from sklearn.metrics import silhouette_score
 
 from fedweave.config import DiscoveryConfig
+from fedweave.discovery import clusterers, gram
 from fedweave.discovery.clusterers import CLUSTERERS, Buckets, discover_all, discover_buckets
 from fedweave.discovery.gram import _exchanged, _to_centroids, distances_of, gram_kmeans
+from fedweave.discovery.silhouette import silhouette
 from fedweave.evaluation.audit import purity
 
 
@@ -87,6 +90,33 @@ def test_clients_side_by_side_find_what_each_finds_alone():
         assert [m.tolist() for m in alone.members] == [m.tolist() for m in buckets.members]
 
 
+def test_clients_side_by_side_share_the_cores(monkeypatch):
+    """torch would give each of them all cores; afterwards it has what it had."""
+    seen, before = [], torch.get_num_threads()
+    monkeypatch.setattr(clusterers.os, "cpu_count", lambda: 8)
+    monkeypatch.setattr(
+        clusterers, "discover_buckets", lambda *_: seen.append(torch.get_num_threads()) or Buckets([], {})
+    )
+    torch.set_num_threads(8)
+    try:
+        for clients in (20, 4, 1):
+            discover_all([np.ones((5, 2))] * clients, DiscoveryConfig(), range(clients))
+        assert seen == [1] * 20 + [2] * 4 + [8] and torch.get_num_threads() == 8
+    finally:
+        torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize("empty", [False, True])
+def test_the_silhouette_is_scikit_learns(empty):
+    points, labels = blobs(4, seed=3)
+    labels = np.where(labels == 2, 3, labels) if empty else labels
+    labels[:2] = [4, 0]  # one point alone
+    distances = np.linalg.norm(points[:, None] - points, axis=2)
+    filled = np.unique(labels, return_inverse=True)[1]
+    expected = silhouette_score(distances, labels, metric="precomputed")
+    assert silhouette(distances, filled) == pytest.approx(expected, abs=1e-12)
+
+
 def inertia(points: np.ndarray, labels: np.ndarray) -> float:
     return sum(((points[labels == c] - points[labels == c].mean(0)) ** 2).sum() for c in np.unique(labels))
 
@@ -132,10 +162,34 @@ def test_kmeans_finds_the_best_partition_of_a_handful(seed):
 def test_an_empty_cluster_is_filled_and_a_surplus_one_is_not():
     """One problem of two clusters beside others of three, with all its points in the first: the farthest moves."""
     x = torch.tensor([[0.0], [0.1], [0.2], [5.0]], dtype=torch.float64)
-    labels = torch.zeros(4, 1, dtype=torch.long)
-    distances, sizes = _to_centroids(x @ x.T, labels, 3)
-    assert _exchanged(labels, distances, sizes, torch.tensor([2]))[:, 0].tolist() == [0, 0, 0, 1]
-    assert _exchanged(labels, distances, sizes, torch.tensor([1]))[:, 0].tolist() == [0, 0, 0, 0]
+    labels = torch.zeros(1, 4, dtype=torch.long)
+    distances, sizes = _to_centroids(x @ x.T, labels, torch.ones(1, 3, dtype=torch.bool))
+    assert distances[1:].isinf().all() and sizes.tolist() == [4, 0, 0]
+    assert _exchanged(labels, distances[None], sizes[None], torch.tensor([2]))[0].tolist() == [0, 0, 0, 1]
+    assert _exchanged(labels, distances[None], sizes[None], torch.tensor([1]))[0].tolist() == [0, 0, 0, 0]
+
+
+def test_only_clusters_that_have_changed_are_measured_anew(monkeypatch):
+    """The same labels as if all were, for a third of the work."""
+    x = torch.from_numpy(unit_points(300, 16, 1))
+    real, measured = gram._to_centroids, []
+
+    def look(gram, labels, which):
+        measured.append(int(which.sum()))
+        return real(gram, labels, which)
+
+    monkeypatch.setattr(gram, "_to_centroids", look)
+    counts = range(2, 9)
+    found = gram_kmeans(x @ x.T, counts, 5, seed=0)
+    assert measured[0] == 5 * sum(counts) and sum(measured) < len(measured) * 5 * 8 * len(counts) / 3
+
+    def everything(gram, labels, which):
+        distances, sizes = real(gram, labels, torch.ones_like(which))
+        return distances.view(*which.shape, -1)[which], sizes.view_as(which)[which]
+
+    monkeypatch.setattr(gram, "_to_centroids", everything)
+    for k, labels in gram_kmeans(x @ x.T, counts, 5, seed=0).items():
+        assert (found[k] == labels).all()
 
 
 def test_distances_from_inner_products():

@@ -2,7 +2,10 @@
 
 import torch
 import torch.nn.functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
 
+from fedweave.backbone.packing import pack
+from fedweave.evaluation import losses
 from fedweave.evaluation.losses import example_losses
 from fedweave.experts.layout import AdapterLayout
 from fedweave.experts.mixture import Mixture
@@ -34,7 +37,40 @@ def test_one_hot_gates_equal_that_expert_alone(backbone):
     single = layout.with_experts(1)
     for m, alone in enumerate(layout.unstack(theta)):
         mixture = Mixture(backbone.linear_layers(TARGETS), single, 16)
-        losses = example_losses(backbone, examples, mixture, alone)
+        found = example_losses(backbone, examples, mixture, alone)
         mixture.detach()
         rows = gates[:, m] == 1
-        torch.testing.assert_close(mixed[rows], losses[rows], atol=1e-5, rtol=1e-5)
+        torch.testing.assert_close(mixed[rows], found[rows], atol=1e-5, rtol=1e-5)
+
+
+def test_a_gpu_is_waited_for_once(backbone, monkeypatch):
+    """Between batches the host goes on: no operation has a result that it must know first."""
+    layout = AdapterLayout.of(backbone.linear_layers(TARGETS), 4, 3)
+    examples = client_data(backbone, 60, seed=4).examples
+    mixture, theta = Mixture(backbone.linear_layers(TARGETS), layout, 16), random_theta(layout, 1, 0.3)
+    gates = torch.rand(60, 3, generator=torch.Generator().manual_seed(0))
+    batches, fetched, real = [], [], torch.Tensor.cpu
+    monkeypatch.setattr(losses, "pack", lambda *given: batches.append(given) or pack(*given))
+    monkeypatch.setattr(torch.Tensor, "cpu", lambda x: fetched.append(x) or real(x))
+    with Waits() as waits:
+        found = example_losses(backbone, examples, mixture, theta, gates)
+    assert len(batches) > 1 and len(fetched) == 1 and not waits.seen
+    alone = torch.cat(
+        [example_losses(backbone, [e], mixture, theta, gates[i : i + 1]) for i, e in enumerate(examples)]
+    )
+    mixture.detach()
+    torch.testing.assert_close(found, alone, atol=1e-5, rtol=1e-5)
+    assert example_losses(backbone, []).shape == (0,)
+
+
+class Waits(TorchDispatchMode):
+    """Operations for which a GPU makes the host wait."""
+
+    def __init__(self):
+        super().__init__()
+        self.seen = []
+
+    def __torch_dispatch__(self, operation, types, args=(), kwargs=None):
+        if any(name in str(operation) for name in ("_local_scalar_dense", "nonzero", "bincount")):
+            self.seen.append(operation)
+        return operation(*args, **(kwargs or {}))

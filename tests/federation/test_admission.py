@@ -12,6 +12,7 @@ from fedweave.cli import main
 from fedweave.config import from_tree
 from fedweave.console import Console
 from fedweave.errors import UserError
+from fedweave.federation import admission
 from fedweave.federation.client import Client
 from fedweave.federation.engines.base import Engine
 from fedweave.federation.engines.in_process import InProcessEngine
@@ -211,6 +212,23 @@ def test_numbers_hidden_in_a_smaller_dtype_are_checked_too(dtype, name, value, c
     assert torch.isfinite(final.phi).all()
     _, reports, _ = finish(config, lambda p: [with_tensors(p, lambda a: {k: v.float() for k, v in a.items()})])
     assert all("is float32, not " in r.receipts.refused[0][1] for r in reports)
+
+
+def test_numbers_are_looked_at_one_by_one_only_where_a_sum_of_squares_is_none(config, finish, monkeypatch):
+    """A GPU would be waited for with every look."""
+    looked, real = [], admission.check_finite
+    monkeypatch.setattr(admission, "check_finite", lambda name, x: looked.append(name) or real(name, x))
+    finish(changed(config))
+    assert not looked
+    finish(changed(config), lambda reply: [spoil(float("inf"))(reply)])
+    assert len(looked) == ROUNDS and looked[0].startswith("expert.")
+
+
+def test_lengths_are_measured_from_where_they_are_to_be():
+    values = {"a": torch.tensor([3.0, 4.0]), "b": torch.tensor([[1.0, 2.0], [1.0, 3.0]]), "c": torch.tensor([7])}
+    origins = {"a": None, "b": torch.tensor([1.0, 1.0]), "c": None}
+    assert admission.squared_lengths(values, origins) == {"a": 25.0, "b": 5.0}
+    assert admission.squared_lengths({}, {}) == {}
 
 
 def test_an_answer_that_comes_twice_counts_once(config, finish):

@@ -29,6 +29,19 @@ def test_a_client_against_the_others_is_negative_and_a_lone_specialist_has_no_an
     assert cosines[3] is None
 
 
+def test_updates_come_from_their_device_together(monkeypatch):
+    """A GPU is waited for once, however many clients there are and however often somebody asks."""
+    fetched, real = [], torch.Tensor.cpu
+    monkeypatch.setattr(torch.Tensor, "cpu", lambda x: fetched.append(x.shape) or real(x))
+    generator, agreement = torch.Generator().manual_seed(1), Agreement(LAYOUT)
+    for client in range(5):
+        agreement.add(update(client, torch.randn(LAYOUT.size, generator=generator), [10, 5]))
+    first = agreement.cosines(), agreement.against()
+    assert (agreement.cosines(), agreement.against()) == first and len(fetched) == 1
+    agreement.add(update(5, torch.ones(LAYOUT.size), [10, 5]))
+    assert list(agreement.cosines()) == [*first[0], 5]
+
+
 def test_buckets_of_one_expert_are_told_from_the_rest_of_their_client():
     layout = AdapterLayout(("layer",), (128,), (128,), rank=8, experts=2)
     step = torch.randn(layout.size, generator=torch.Generator().manual_seed(1))

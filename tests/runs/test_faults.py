@@ -6,16 +6,22 @@ import resource
 import shutil
 import signal
 import sys
+import threading
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from fedweave.cli import main
+from fedweave.config import Config
 from fedweave.errors import UserError
-from fedweave.federation.checkpoint import round_checkpoints, save_checkpoint
-from fedweave.runs.folder import RunFolder
-from tests.helpers import forked, read_json
+from fedweave.experts.layout import AdapterLayout
+from fedweave.federation.checkpoint import Writing, round_checkpoints, save_checkpoint
+from fedweave.federation.state import ServerState
+from fedweave.runs import folder
+from fedweave.runs.folder import Progress, RunFolder
+from tests.helpers import forked, read_json, wait_for
 
 
 def state_of(folder: Path) -> dict:
@@ -64,6 +70,70 @@ def test_kill_at_any_moment_and_resume_is_bit_identical(tmp_path, small, tiny_ru
     assert ends[0] == -signal.SIGKILL and set(ends) <= {0, -signal.SIGKILL}  # the rest may take fewer moments
     assert main(["resume", str(broken), "--quiet"]) == 0
     assert state_of(tiny_run()) == state_of(broken)
+
+
+def test_a_checkpoint_is_written_while_the_next_round_trains_as_of_its_own(tmp_path, small, tiny_run, monkeypatch):
+    """Each waits for the next round's event, which comes before that round's own checkpoint is begun."""
+    output, real = tmp_path / "run", folder.save_checkpoint
+    metrics = output / "metrics.jsonl"
+
+    def late(place, name, tensors, meta):
+        if meta["completed"] < 3:
+            event = f'"event": "round", "round": {meta["completed"] + 1},'
+            wait_for(lambda: event in metrics.read_text(), "the next round")
+        assert max(round_checkpoints(place), default=-1) == meta["completed"] - 1
+        return real(place, name, tensors, meta)
+
+    monkeypatch.setattr(folder, "save_checkpoint", late)
+    assert main(["run", "quickstart", *small, f"output={output}", "--quiet"]) == 0
+    assert state_of(output) == state_of(tiny_run())
+    for one, other in zip(RunFolder(output).snapshots(), RunFolder(tiny_run()).snapshots(), strict=True):
+        assert one.meta | {"seconds": 0} == other.meta | {"seconds": 0}
+        assert all(torch.equal(one.tensors[name], x) for name, x in other.tensors.items())
+
+
+@pytest.mark.parametrize("travels", [False, True])
+def test_sites_go_on_once_the_checkpoint_is_on_the_disk(tmp_path, monkeypatch, travels):
+    """They remember one round back, and the server must not forget two."""
+    written, go = [], threading.Event()
+    layers = {"layer": SimpleNamespace(in_features=8, out_features=8)}
+    layout = AdapterLayout.of(layers, 2, 2)
+    state = ServerState(layout, None, torch.zeros(layout.size), None, [0.5, 0.5])
+    engine = SimpleNamespace(travels=travels, members=[], answered={"a": {"train": 1}}, memories=dict)
+    context = SimpleNamespace(engine=engine, config=Config(), backbone=SimpleNamespace(fingerprint="b"))
+    run = RunFolder(tmp_path)
+    run.metrics.touch()
+
+    def save(place, name, tensors, meta):
+        assert travels or go.wait(60)
+        written.append((meta["answered"], tensors["theta"].sum().item()))
+
+    monkeypatch.setattr(folder, "save_checkpoint", save)
+    run.save(context, Progress(state, 1, state, 1, 0.5, 1.0))
+    assert len(written) == travels
+    engine.answered["a"]["train"] = 2
+    state.theta.add_(1)
+    go.set()
+    run.writing.finish()
+    assert written == [({"a": {"train": 1}}, 0.0)]
+
+
+def test_one_checkpoint_at_a_time_and_a_failure_is_raised_by_whoever_waits():
+    order, go, writing = [], threading.Event(), Writing()
+
+    def fail():
+        raise UserError("the disk is full")
+
+    writing.begin(lambda: (go.wait(60), order.append("first")))
+    order.append("training")
+    go.set()
+    writing.begin(lambda: order.append("second"))
+    writing.begin(fail)
+    assert order == ["training", "first", "second"]
+    with pytest.raises(UserError, match="the disk is full"):
+        writing.begin(lambda: order.append("third"))
+    writing.finish()
+    assert len(order) == 3
 
 
 def with_files_below(size: int, *command: str) -> int:

@@ -2,6 +2,7 @@
 
 import copy
 import math
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -11,9 +12,11 @@ import torch.nn.functional as F
 from fedweave.errors import UserError
 from fedweave.experts.layout import AdapterLayout
 from fedweave.router.mlp import RouterLayout
-from fedweave.training.batch import Capacity, build_batch
-from fedweave.training.graphs import levels
+from fedweave.training import graphs
+from fedweave.training.batch import Capacity, ClientData, Lane, build_batch
+from fedweave.training.graphs import GraphedSteps, levels
 from fedweave.training.lockstep import LaneGroup, Trainable, clip_lanes, clipping
+from fedweave.training.schedule import local_schedule
 from tests.helpers import TARGETS, make_lanes, make_trainer
 
 pytestmark = pytest.mark.usefixtures("smooth_optimiser")
@@ -215,10 +218,55 @@ def test_a_batch_of_fixed_shape_gives_the_same_step(backbone):
 def test_a_few_recorded_sizes_hold_all_steps_the_largest_first():
     needs = [Capacity(512 * k, 512 * (9 - k), 8, 128) for k in range(1, 9)]
     found = levels(needs)
-    assert [capacity.tokens for capacity in found] == [512 * 8, 512 * 6, 512 * 3]
+    assert [capacity.tokens for capacity in found] == [512 * 8, 512 * 7, 512 * 3]
     assert found[0].holds(found[1]) and all(found[0].holds(need) for need in needs)
     assert sum(found[2].holds(need) for need in needs) == 3
     assert levels(needs[:1]) == needs[:1]
+
+
+def uneven_lanes(t: int, clients: int = 20) -> list[Lane]:
+    """Round t of clients whose two kinds of examples, long and short ones, come in batches of their own."""
+    lanes = []
+    for client in range(clients):
+        rng = np.random.default_rng(client)
+        short, long = rng.integers(5, 80, 2)
+        lengths = np.concatenate([rng.integers(20, 60, short), rng.integers(100, 300, long)])
+        rows = [SimpleNamespace(ids=np.empty(n), answer_start=n - n // 4) for n in lengths]
+        kinds = [np.arange(short), np.arange(short, len(rows))]
+        schedule = local_schedule(kinds, 10, 8, t, client)
+        lanes.append(Lane(ClientData(str(client), rows, torch.zeros(len(rows), 1)), schedule, None, None, ()))
+    return lanes
+
+
+@pytest.mark.parametrize("foresight", [True, False])
+def test_what_is_recorded_at_first_holds_the_rounds_to_come(monkeypatch, foresight):
+    """Nobody knows their batches yet, but they are of the same kinds."""
+    steps, recorded = GraphedSteps(lambda batch: None), []
+    monkeypatch.setattr(graphs, "build_batch", lambda *given: None)
+    monkeypatch.setattr(steps, "_record", lambda batches: recorded.append(steps._recordings.update(batches)))
+    if not foresight:
+        monkeypatch.setattr(Capacity, "foreseen", lambda lanes, count: [])
+    for t in range(20):
+        lanes = uneven_lanes(t)
+        capacities, needs = steps.prepare(lanes, 0.0, torch.device("cpu")), Capacity.of_steps(lanes)
+        assert all(capacity.holds(need) for capacity, need in zip(capacities, needs, strict=True))
+    assert (len(recorded) == 1) == foresight
+
+
+def test_foreseen_steps_are_these_again_or_paired_anew_with_other_examples():
+    lanes = uneven_lanes(0)
+    lanes[0].schedule[5:] = []  # it ends before the others
+    lengths = [[[len(e.ids) for e in lane.examples(i)] for i in range(10)] for lane in lanes]
+    sums = np.array([[sum(own) for own in lane] for lane in lengths])  # [K, steps]
+    needs, foreseen = Capacity.of_steps(lanes), Capacity.foreseen(lanes, 2000)
+    assert [need.tokens for need in needs] == [-(-n // 512) * 512 for n in sums.sum(0)]
+    assert [need.sequences for need in needs] == [8] * 10 and needs[0].longest == foreseen[0].longest == 320
+    assert foreseen == Capacity.foreseen(lanes, 2000), "the same in every process"
+    again, paired = (np.array([one.tokens for one in foreseen[i::2]]) - 256 for i in (0, 1))
+    scatter = np.mean([sum(np.var(lane[i]) * len(lane[i]) for lane in lengths if lane[i]) for i in range(10)])
+    assert again.mean() == pytest.approx(sums.sum(0).mean(), rel=0.03) == pytest.approx(paired.mean(), rel=0.03)
+    assert again.std() == pytest.approx(math.sqrt(sums.sum(0).var() + scatter), rel=0.1)
+    assert paired.std() == pytest.approx(math.sqrt(sums.var(1).sum() + scatter), rel=0.1)
 
 
 def test_running_out_of_memory_halves_the_group_says_so_and_remembers(backbone, monkeypatch):

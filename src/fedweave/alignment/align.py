@@ -11,6 +11,8 @@ import numpy as np
 from scipy.cluster.hierarchy import leaves_list, linkage
 from scipy.spatial.distance import squareform
 
+from fedweave.discovery.silhouette import silhouette
+
 _ZERO = 1e-12
 _ALIKE = 1e-6  # float32 rounding of a distance of zero
 
@@ -103,20 +105,6 @@ def cuts(distance: np.ndarray, most: int, method: str = "average") -> Iterator[n
         for label, (node, begin) in enumerate(stretches.items()):
             labels[order[begin : begin + sizes[node]]] = label
         yield labels
-
-
-def silhouette(distance: np.ndarray, labels: np.ndarray) -> float:
-    """Mean silhouette: (b - a) / max(a, b), where a is the mean distance to the own cluster and b to the nearest
-    other one; 0 for a cluster of one."""
-    rows = np.arange(len(labels))
-    members = np.eye(labels.max() + 1, dtype=distance.dtype)[labels]  # [prototypes, M]
-    sums, sizes = (distance @ members).astype(np.float64), members.sum(0)
-    own = sums[rows, labels] / np.maximum(sizes[labels] - 1, 1)
-    means = sums / sizes
-    means[rows, labels] = np.inf
-    other = means.min(1)
-    scores = (other - own) / np.maximum(np.maximum(own, other), _ZERO)
-    return float(np.where(sizes[labels] > 1, scores, 0.0).mean())
 
 
 def _by_first_appearance(labels: np.ndarray) -> np.ndarray:

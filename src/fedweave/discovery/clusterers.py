@@ -10,6 +10,7 @@ import warnings
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
+from functools import partial
 
 import numpy as np
 import torch
@@ -17,6 +18,7 @@ from threadpoolctl import threadpool_limits
 
 from fedweave.config import DiscoveryConfig
 from fedweave.discovery.gram import distances_of, gram_kmeans
+from fedweave.discovery.silhouette import silhouette
 
 
 @dataclass
@@ -101,8 +103,6 @@ def discover_buckets(
     features: np.ndarray, config: DiscoveryConfig, seed: int, device: torch.device | str = "cpu"
 ) -> Buckets:
     """Cluster one client's features [n, d]; candidates are 2 … min(max_buckets, n - 1) buckets."""
-    from sklearn.metrics import silhouette_score
-
     n = len(features)
     points = features.astype(np.float64)
     if config.features == "standard" and n > 1:
@@ -118,14 +118,11 @@ def discover_buckets(
     distances = distances_of(held.gram) if held.gram is not None else None  # they serve every candidate
     counts = range(2, min(config.max_buckets, n - 1, distinct) + 1)
     best, silhouettes = None, {}
-    for k, labels in CLUSTERERS[config.clusterer](held, counts, seed, config.restarts).items():
-        if len(np.unique(labels)) < 2:
+    for k, found in CLUSTERERS[config.clusterer](held, counts, seed, config.restarts).items():
+        clusters, labels = np.unique(found, return_inverse=True)  # some may be empty
+        if len(clusters) < 2:
             continue
-        silhouettes[k] = float(
-            silhouette_score(points, labels)
-            if distances is None
-            else silhouette_score(distances, labels, metric="precomputed")
-        )
+        silhouettes[k] = _silhouette(points, labels) if distances is None else silhouette(distances, labels)
         if best is None or silhouettes[k] > silhouettes[best[0]]:  # ties keep the smaller count
             best = (k, labels)
     if best is None:
@@ -155,5 +152,18 @@ def discover_all(
         on_done()
         return buckets
 
-    with threadpool_limits(threads), ThreadPoolExecutor(max(1, cores // threads)) as pool:
-        return list(pool.map(one, zip(features, seeds, strict=True)))
+    # torch does not know of these limits: unless it is told, every new thread of ours gets all cores
+    before, own = torch.get_num_threads(), max(1, cores // len(features))
+    limited = partial(ThreadPoolExecutor, initializer=torch.set_num_threads, initargs=(own,))
+    try:
+        with threadpool_limits(threads), limited(max(1, cores // threads)) as pool:
+            return list(pool.map(one, zip(features, seeds, strict=True)))
+    finally:
+        torch.set_num_threads(before)
+
+
+def _silhouette(points: np.ndarray, labels: np.ndarray) -> float:
+    """Of points whose distances are too many to hold."""
+    from sklearn.metrics import silhouette_score
+
+    return float(silhouette_score(points, labels))

@@ -29,23 +29,30 @@ def gram_kmeans(gram: torch.Tensor, counts: Sequence[int], restarts: int, seed: 
     """Labels [n] for every count, the best of ``restarts``; gram [n, n] in float64."""
     problems = np.repeat(counts, restarts)  # [P] clusters of each problem
     wanted, most = torch.from_numpy(problems).to(gram.device), int(problems.max())
-    labels = _seeded(gram, wanted, most, np.random.default_rng(seed))  # [n, P]
+    labels = _seeded(gram, wanted, most, np.random.default_rng(seed))  # [P, n]
     inertia = gram.new_zeros(len(problems))
+    distances = gram.new_full((len(problems), most, len(gram)), torch.inf)  # [P, k, n]
+    sizes = gram.new_zeros(len(problems), most)  # [P, k]
+    moved = torch.arange(most, device=gram.device) < wanted[:, None]  # [P, k] clusters whose points have changed
     active = torch.arange(len(problems), device=gram.device)  # most settle long before the last one does
     for _ in range(_ITERATIONS):
-        before = labels[:, active]
-        distances, sizes = _to_centroids(gram, before, most)
-        nearest = distances.min(2)  # [n, active]
-        after, inertia[active] = nearest.indices, nearest.values.sum(0)
+        distances[moved], sizes[moved] = _to_centroids(gram, labels, moved)
+        before, own = labels[active], distances[active]
+        nearest = own.min(1)  # [active, n]
+        after, inertia[active] = nearest.indices, nearest.values.sum(1)
         if len(gram) <= _FEW:
-            settled = (after == before).all(0)
-            after = torch.where(settled, _exchanged(before, distances, sizes, wanted[active]), after)
-        labels[:, active] = after
-        active = active[(after != before).any(0)]
+            settled = (after == before).all(1, keepdim=True)
+            after = torch.where(settled, _exchanged(before, own, sizes[active], wanted[active]), after)
+        labels[active] = after
+        problem, point = (after != before).nonzero(as_tuple=True)
+        moved = torch.zeros_like(moved)
+        for labelled in (before, after):
+            moved[active[problem], labelled[problem, point]] = True
+        active = active[problem.unique()]
         if not len(active):
             break
     best = inertia.view(len(counts), restarts).argmin(1).tolist()
-    return {k: labels[:, i * restarts + best[i]].cpu().numpy() for i, k in enumerate(counts)}
+    return {k: labels[i * restarts + best[i]].cpu().numpy() for i, k in enumerate(counts)}
 
 
 def _seeded(gram: torch.Tensor, wanted: torch.Tensor, most: int, rng: np.random.Generator) -> torch.Tensor:
@@ -55,50 +62,54 @@ def _seeded(gram: torch.Tensor, wanted: torch.Tensor, most: int, rng: np.random.
     squares = gram.diagonal()
     draws = torch.from_numpy(rng.random((most, count, trials))).to(gram)  # the same on every device
     candidates = (draws[0, :, :1] * n).long().clamp_(max=n - 1)  # [P, 1]
-    nearest = torch.full((n, count), torch.inf, dtype=gram.dtype, device=gram.device)
-    labels = torch.zeros((n, count), dtype=torch.long, device=gram.device)
+    nearest = torch.full((count, n), torch.inf, dtype=gram.dtype, device=gram.device)
+    labels = torch.zeros((count, n), dtype=torch.long, device=gram.device)
     for c in range(most):
+        taking = (wanted > c).nonzero()[:, 0]  # [p] problems that still take a centre
         if c > 0:
-            cumulative = nearest.cumsum(0).T.contiguous()  # [P, n]
-            candidates = torch.searchsorted(cumulative, draws[c] * cumulative[:, -1:]).clamp_(max=n - 1)
-        # [n, P, L]
-        to_each = (squares[:, None, None] + squares[candidates] - 2 * gram[:, candidates]).clamp_(min=0)
-        left = torch.minimum(to_each, nearest[:, :, None]).sum(0)  # [P, L]
-        distance = to_each.gather(2, left.argmin(1)[None, :, None].expand(n, -1, 1))[:, :, 0]  # [n, P]
-        closer = (distance < nearest) & (wanted > c)  # a problem that has all its centres takes no more
-        labels[closer] = c
-        nearest = torch.where(closer, distance, nearest)
+            cumulative = nearest[taking].cumsum(1)  # [p, n]
+            candidates = torch.searchsorted(cumulative, draws[c, taking] * cumulative[:, -1:]).clamp_(max=n - 1)
+        to_each = squares[candidates][:, :, None] + squares  # [p, L, n]
+        to_each.sub_(gram[candidates], alpha=2).clamp_(min=0)
+        left = torch.minimum(to_each, nearest[taking, None]).sum(2)  # [p, L]
+        distance = to_each[torch.arange(len(taking), device=gram.device), left.argmin(1)]  # [p, n]
+        labels[taking] = torch.where(distance < nearest[taking], c, labels[taking])
+        nearest[taking] = torch.minimum(distance, nearest[taking])
     return labels
 
 
-def _to_centroids(gram: torch.Tensor, labels: torch.Tensor, most: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Squared distances to every centroid, [n, P, k], infinite where a cluster is empty; and the sizes [P, k]."""
-    member = gram.new_zeros(*labels.shape, most).scatter_(2, labels[:, :, None], 1)  # [n, P, k]
-    sizes = member.sum(0)
-    sums = (gram @ member.flatten(1)).view_as(member)
-    spread = (member * sums).sum(0) / sizes.square()
-    distances = gram.diagonal()[:, None, None] - 2 * sums / sizes + spread
+def _to_centroids(
+    gram: torch.Tensor, labels: torch.Tensor, which: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Squared distances of all points to the centroids of some clusters, which [P, k]: [c, n], infinite where one
+    is empty; and their sizes [c]."""
+    problem, cluster = which.nonzero(as_tuple=True)
+    member = (labels[problem] == cluster[:, None]).to(gram)  # [c, n]
+    sizes = member.sum(1)
+    sums = member @ gram
+    spread = (member * sums).sum(1) / sizes.square()
+    distances = torch.sub(gram.diagonal(), sums.div_(sizes[:, None]), alpha=2).add_(spread[:, None])
     return distances.nan_to_num_(nan=torch.inf), sizes
 
 
 def _exchanged(
     labels: torch.Tensor, distances: torch.Tensor, sizes: torch.Tensor, wanted: torch.Tensor
 ) -> torch.Tensor:
-    """Labels [n, P] after the one move of each problem that lowers its inertia most, where any does.
+    """Labels [P, n] after the one move of each problem that lowers its inertia most, where any does.
 
     Centroids follow their points: whoever leaves a cluster of a points saves a/(a-1) of its squared distance, and a
     cluster of b points costs it b/(b+1) of the distance there. Lloyd compares the distances alone, and stops where
     such moves are left (Hartigan, 1975)."""
-    own = labels[:, :, None]
-    held = sizes.gather(1, labels.T).T  # [n, P]
-    saved = distances.gather(2, own)[:, :, 0] * held / (held - 1).clamp(min=1)
-    cost = (distances * (sizes / (sizes + 1))).nan_to_num_(nan=0.0)  # an empty cluster costs nothing
+    own = labels[:, None]
+    held = sizes.gather(1, labels)  # [P, n]
+    saved = distances.gather(1, own)[:, 0] * held / (held - 1).clamp(min=1)
+    cost = (distances * (sizes / (sizes + 1))[:, :, None]).nan_to_num_(nan=0.0)  # an empty cluster costs nothing
     surplus = torch.arange(sizes.shape[1], device=sizes.device) >= wanted[:, None]  # [P, k]
-    to = cost.masked_fill_(surplus, torch.inf).scatter_(2, own, torch.inf).min(2)  # [n, P]
-    gain = (saved - to.values - _ROUNDING * saved).max(0)  # [P]
-    mover = gain.indices[None]
+    to = cost.masked_fill_(surplus[:, :, None], torch.inf).scatter_(1, own, torch.inf).min(1)  # [P, n]
+    gain = (saved - to.values - _ROUNDING * saved).max(1)  # [P]
+    mover = gain.indices[:, None]
     return labels.scatter(
-        0, mover, torch.where(gain.values > 0, to.indices.gather(0, mover), labels.gather(0, mover))
+        1, mover, torch.where(gain.values[:, None] > 0, to.indices.gather(1, mover), labels.gather(1, mover))
     )
 
 

@@ -7,6 +7,8 @@ or one liar would be "the others", and the honest would pull against it. It read
 the server keeps a few kilobytes per client and never a second copy of an update.
 """
 
+from functools import cached_property
+
 import torch
 
 from fedweave.experts.layout import AdapterLayout
@@ -25,23 +27,34 @@ class Agreement:
         generator, self.experts = torch.Generator().manual_seed(0), layout.experts
         self.columns = torch.randint(layout.size, (SAMPLE,), generator=generator).unique()  # [s]
         self.owner = layout.expert_of_column[self.columns]  # [s] the expert of each, M: all
-        self.seen: dict[int, torch.Tensor] = {}  # client -> [s], of length 1 on every expert; 0: not uploaded
+        self._sampled: dict[int, torch.Tensor] = {}  # client -> [s], where its update was
+        self._counts: dict[int, list[float]] = {}  # client -> n(i,m), and |D_i| for what all share
 
     def add(self, update: Update) -> None:
-        values = update.delta_theta[self.columns.to(update.delta_theta.device)].double().cpu()
-        counts = torch.tensor([*update.counts.tolist(), update.samples])  # n(i,m), and |D_i| for what all share
-        values = values * (counts[self.owner] > 0)
-        squares = torch.zeros(len(counts), dtype=torch.float64).index_add_(0, self.owner, values.square())
-        self.seen[update.client] = values / squares.sqrt().clamp(min=1e-30)[self.owner]
+        self.columns = self.columns.to(update.delta_theta.device)
+        self._sampled[update.client] = update.delta_theta[self.columns]
+        self._counts[update.client] = [*update.counts.tolist(), update.samples]
+        self.__dict__.pop("seen", None)  # whoever asks next sees it, too
+
+    @cached_property
+    def seen(self) -> dict[int, torch.Tensor]:
+        """client -> [s], of length 1 on every expert; 0: not uploaded. All come from a GPU together, and the order
+        of arrival decides nothing."""
+        if not self._sampled:
+            return {}
+        clients = sorted(self._sampled)
+        values = torch.stack([self._sampled[client] for client in clients]).cpu().double()  # [clients, s]
+        values *= torch.tensor([self._counts[client] for client in clients])[:, self.owner] > 0
+        lengths = self._sums(values.square()).sqrt().clamp(min=1e-30)  # [clients, M + 1]
+        return dict(zip(clients, values / lengths[:, self.owner], strict=True))
 
     def cosines(self) -> dict[int, float | None]:
         """Per client the cosine with the sum of all others on its experts; None where it is alone."""
         if not self.seen:
             return {}
-        seen = dict(sorted(self.seen.items()))  # the order of arrival decides nothing
-        total = torch.stack(list(seen.values())).sum(0)
+        total = torch.stack(list(self.seen.values())).sum(0)
         out: dict[int, float | None] = {}
-        for client, values in seen.items():
+        for client, values in self.seen.items():
             rest = (total - values) * (values != 0)
             norms = (values.norm() * rest.norm()).item()
             out[client] = (values @ rest).item() / norms if norms > 1e-9 else None
@@ -51,7 +64,7 @@ class Agreement:
         """[M] per client: whether it pulls against all others on an expert; None where that cannot be told."""
         if not self.seen:
             return {}
-        seen = torch.stack([self.seen[client] for client in sorted(self.seen)])  # [clients, s]
+        seen = torch.stack(list(self.seen.values()))  # [clients, s]
         rest = seen.sum(0) - seen  # [clients, s]
         cosines = self._by_expert(seen * rest) / self._by_expert(rest.square()).sqrt().clamp(
             min=1e-30
@@ -61,11 +74,13 @@ class Agreement:
         columns = self._by_expert(torch.ones(1, len(self.owner), dtype=torch.float64))
         limits = (-_SURE / columns.clamp(min=1).sqrt()).clamp(max=AGAINST)
         return {
-            client: [bool(c) if t else None for c, t in zip(*rows, strict=True)]
-            for client, rows in zip(sorted(self.seen), zip(cosines < limits, told, strict=True), strict=True)
+            client: [c if t else None for c, t in zip(*rows, strict=True)]
+            for client, *rows in zip(self.seen, (cosines < limits).tolist(), told.tolist(), strict=True)
         }
 
+    def _sums(self, values: torch.Tensor) -> torch.Tensor:
+        """Sums over each expert's columns, and over what all share: [clients, s] to [clients, M + 1]."""
+        return values.new_zeros(len(values), self.experts + 1).index_add_(1, self.owner, values)
+
     def _by_expert(self, values: torch.Tensor) -> torch.Tensor:
-        """Sums over each expert's columns: [clients, s] to [clients, M]."""
-        sums = values.new_zeros(len(values), self.experts + 1)
-        return sums.index_add_(1, self.owner, values)[:, : self.experts]
+        return self._sums(values)[:, : self.experts]  # [clients, M]

@@ -4,7 +4,8 @@ A checkpoint is a folder of a safetensors file and a JSON file, which exists who
 goes only after it. The JSON file holds checksums of both.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import TypeVar
 
@@ -36,6 +37,24 @@ def save_checkpoint(folder: Path, name: str, tensors: dict[str, torch.Tensor], m
             "and run `fedweave resume`."
         ) from error
     return final
+
+
+class Writing:
+    """Checkpoints that are written while training goes on: each is on the disk, whole, before the next is begun."""
+
+    def __init__(self) -> None:
+        self._thread = ThreadPoolExecutor(1, "checkpoint")
+        self._open: Future[None] | None = None
+
+    def begin(self, write: Callable[[], None]) -> None:
+        self.finish()
+        self._open = self._thread.submit(write)
+
+    def finish(self) -> None:
+        """Wait for the last one; what went wrong with it is raised here."""
+        last, self._open = self._open, None
+        if last is not None:
+            last.result()
 
 
 def load_checkpoint(path: Path, kind: type[Meta]) -> tuple[dict[str, torch.Tensor], Meta]:

@@ -17,6 +17,7 @@ from fedweave.errors import UserError
 from fedweave.events import Event
 from fedweave.experts.layout import Shaped
 from fedweave.federation.checkpoint import (
+    Writing,
     load_checkpoint,
     prune,
     round_checkpoints,
@@ -67,6 +68,7 @@ class RunFolder:
         self.checkpoints = path / "checkpoints"
         self.metrics = path / "metrics.jsonl"
         self.loggers = Loggers([])
+        self.writing = Writing()
 
     # ---------------------------------------------------------------------------------- life
 
@@ -109,6 +111,8 @@ class RunFolder:
             except KeyboardInterrupt:
                 command = resume_command(self.path, config)
                 raise KeyboardInterrupt(f"`{command}` goes on from the last checkpoint") from None
+            finally:
+                self.writing.finish()
 
     def manifest(self) -> Manifest:
         saved = read_json(self.path / "manifest.json", Manifest, "restore it and try again")
@@ -161,7 +165,8 @@ class RunFolder:
     # ---------------------------------------------------------------------------------- checkpoints
 
     def save(self, context: RunContext, progress: Progress) -> None:
-        """Everything that resuming needs. The best state rides along only while it is not the current one."""
+        """Everything that resuming needs, as it is now; it is written while the next round trains. The best state
+        rides along only while it is not the current one."""
         state, best = progress.state, progress.best
         tensors = state.tensors()
         if progress.best_round != progress.completed:
@@ -193,8 +198,16 @@ class RunFolder:
             "settings": config_hash(context.config),
             "backbone": context.backbone.fingerprint,
         }
-        save_checkpoint(self.checkpoints, round_name(progress.completed), tensors, meta)
-        prune(self.checkpoints, keep={0})
+        held, told = {k: v.detach().to("cpu", copy=True) for k, v in tensors.items()}, json.dumps(meta)
+        name = round_name(progress.completed)
+
+        def write() -> None:
+            save_checkpoint(self.checkpoints, name, held, json.loads(told))
+            prune(self.checkpoints, keep={0})
+
+        self.writing.begin(write)
+        if context.engine.travels:  # sites remember one round back: none may begin before this one is on the disk
+            self.writing.finish()
 
     def snapshots(self) -> list[Snapshot]:
         """All checkpoints, newest first."""

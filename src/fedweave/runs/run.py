@@ -260,6 +260,7 @@ def carry_out(run: RunFolder, context: RunContext, console: Console, started: fl
 
     remaining = rounds_left(progress, context.config.training.rounds)
     federate(method, context.engine, progress.state, remaining, after_round)
+    run.writing.finish()
     bar.close()
     training_seconds = progress.seconds
     summary = context.summarise(run, progress, console)

@@ -85,15 +85,29 @@ class Capacity:
     @classmethod
     def of_steps(cls, lanes: Sequence[Lane]) -> list[Capacity]:
         """What every step of these lanes needs, rounded up so that others like it fit too."""
+        steps = max(len(lane.schedule) for lane in lanes)
+        return cls._of(lanes, np.repeat(np.arange(steps)[:, None], len(lanes), axis=1), np.zeros(steps))
+
+    @classmethod
+    def foreseen(cls, lanes: Sequence[Lane], count: int) -> list[Capacity]:
+        """What so many steps of later rounds may need: every other is one of these again, in the rest each lane
+        takes any of its own; all with other examples."""
+        steps = max(len(lane.schedule) for lane in lanes)
+        rng = np.random.default_rng(stream_key("foreseen", len(lanes), steps))
+        taken = rng.integers(0, steps, (count, len(lanes)))
+        taken[::2] = taken[::2, :1]
+        return cls._of(lanes, taken, rng.normal(size=count))
+
+    @classmethod
+    def _of(cls, lanes: Sequence[Lane], taken: np.ndarray, luck: np.ndarray) -> list[Capacity]:
+        """What n steps need in which lanes take these of their own, [n, K], with examples that are together so many
+        standard deviations longer, [n]."""
         longest = _round_up(max(len(e.ids) for lane in lanes for e in lane.data.examples), 64)
-        found = []
-        for step in range(max(len(lane.schedule) for lane in lanes)):
-            rows = [lane.examples(step) for lane in lanes]
-            tokens = sum(len(e.ids) for lane in rows for e in lane)
-            answers = sum(len(e.ids) - e.answer_start for lane in rows for e in lane)
-            sequences = max(len(lane) for lane in rows)
-            found.append(cls(_round_up(tokens, GRAIN), _round_up(answers, GRAIN), sequences, longest))
-        return found
+        sizes = np.array([[_sizes(lane.examples(i)) for i in range(taken.max() + 1)] for lane in lanes])
+        sizes = sizes[np.arange(len(lanes)), taken]  # [n, K, 5]
+        sums = sizes[..., :2].sum(1) + luck[:, None] * np.sqrt(sizes[..., 2:4].sum(1))  # [n, 2]
+        rounded = (-(-sums // GRAIN) * GRAIN).astype(int).tolist()
+        return [cls(*own, int(most), longest) for own, most in zip(rounded, sizes[..., 4].max(1), strict=True)]
 
     def holds(self, other: Capacity) -> bool:
         return all(getattr(self, f.name) >= getattr(other, f.name) for f in fields(self))
@@ -105,6 +119,18 @@ class Capacity:
         """With that many more tokens and answers."""
         tokens, answers = (_round_up(math.ceil(n * factor), GRAIN) for n in (self.tokens, self.answers))
         return replace(self, tokens=tokens, answers=answers)
+
+
+def _sizes(rows: Sequence[Encoded]) -> list[float]:
+    """Of a lane's step: tokens and answer tokens, the variances of both where its examples are drawn anew, and how
+    many they are."""
+    columns = [[len(e.ids) for e in rows], [len(e.ids) - e.answer_start for e in rows]]
+    sums = [sum(column) for column in columns]
+    squares = [
+        sum(n * n for n in column) - total**2 / max(1, len(rows))
+        for column, total in zip(columns, sums, strict=True)
+    ]
+    return [*sums, *squares, len(rows)]
 
 
 def _round_up(value: int, multiple: int) -> int:

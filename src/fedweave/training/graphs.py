@@ -4,7 +4,8 @@ At a small backbone's size the host needs several times longer to launch a step'
 GPU needs to run them. So a step (forward, backward, clipping, optimiser) is recorded once and replayed; a new
 batch is copied into the recorded one's memory. A recording's shapes are fixed by a ``Capacity``, and spare room
 costs as much as tokens do. Steps differ, since sums have longer answers than labels: so a few capacities are
-recorded, and every step is replayed in the smallest that holds it.
+recorded, and every step is replayed in the smallest that holds it. Recording takes as long as a round or two, so it
+looks ahead: later rounds have other examples, and may pair the clients' batches anew.
 """
 
 from collections.abc import Callable, Sequence
@@ -16,8 +17,9 @@ import torch
 from fedweave.training.batch import Capacity, Lane, StepBatch, build_batch
 
 _TRIALS = 2  # eager steps before recording: libraries and allocator settle
-_SHARES = (0.4, 0.75, 1.0)  # of the steps seen so far that each recording holds
-_HEADROOM = 1.06  # of the largest once a round needed more: even larger steps may follow
+_SHARES = (0.4, 0.85, 1.0)  # of the steps seen and foreseen that each recording holds
+_FORESEEN = 300  # steps of later rounds
+_HEADROOM = 1.06  # of the largest once a round needed more all the same: even larger steps may follow
 
 
 @lru_cache(maxsize=1)
@@ -52,7 +54,7 @@ class GraphedSteps:
 
     def __init__(self, step: Callable[[StepBatch], torch.Tensor]):
         self._step = step
-        self._seen: list[Capacity] = []  # needs of all rounds that led to a recording
+        self._seen: list[Capacity] = []  # needs of all rounds that led to a recording, and what they foresaw
         self._recordings: dict[Capacity, Recording] = {}
 
     def prepare(self, lanes: Sequence[Lane], dropout: float, device: torch.device) -> list[Capacity]:
@@ -61,7 +63,7 @@ class GraphedSteps:
         if any(self._smallest(need) is None for need in needs):
             self._recordings = {}  # their memory serves the new ones
             first = not self._seen
-            self._seen += needs
+            self._seen += needs + Capacity.foreseen(lanes, _FORESEEN)
             largest, *others = levels(self._seen)
             if not first:
                 largest = largest.roomier(_HEADROOM)
