@@ -107,7 +107,8 @@ class Capacity:
         sizes = sizes[np.arange(len(lanes)), taken]  # [n, K, 5]
         sums = sizes[..., :2].sum(1) + luck[:, None] * np.sqrt(sizes[..., 2:4].sum(1))  # [n, 2]
         rounded = (-(-sums // GRAIN) * GRAIN).astype(int).tolist()
-        return [cls(*own, int(most), longest) for own, most in zip(rounded, sizes[..., 4].max(1), strict=True)]
+        most = sizes[..., 4].max(1).astype(int).tolist()
+        return [cls(tokens, answers, own, longest) for (tokens, answers), own in zip(rounded, most, strict=True)]
 
     def holds(self, other: Capacity) -> bool:
         return all(getattr(self, f.name) >= getattr(other, f.name) for f in fields(self))
