@@ -1,9 +1,11 @@
 """The fused decoder and transformers' own layers learn the same, with experts on every linear layer."""
 
+import numpy as np
 import pytest
 import torch
 
 from fedweave.backbone.decoder import FAMILIES as FUSED
+from fedweave.backbone.packing import pack
 from fedweave.experts.layout import AdapterLayout
 from fedweave.experts.mixture import Mixture
 from fedweave.router.mlp import RouterLayout
@@ -45,6 +47,20 @@ def test_any_list_of_layers(backbone_of, targets, smooth_optimiser):
     lanes = make_lanes(fused, layout, router, clients=2, steps=2)
     for mine, theirs in zip(*(train(b, targets, lanes, layout, router) for b in (fused, plain)), strict=True):
         torch.testing.assert_close(mine.delta_theta, theirs.delta_theta, atol=2e-5, rtol=1e-4)
+
+
+@pytest.mark.parametrize(("family", "kinds"), [("llama", 1), ("gemma3", 2), ("smollm3", 2)])
+def test_layers_of_one_kind_share_their_angles(backbone_of, family, kinds):
+    backbone, calls = backbone_of(family), []
+    packed = pack([[np.arange(5), np.arange(3)]], backbone.device)
+    rotary = backbone.model.base_model.rotary_emb
+    hook = rotary.register_forward_hook(lambda *_: calls.append(1))
+    try:
+        backbone.hidden(packed)
+    finally:
+        hook.remove()
+    layers = backbone.decoder.layers
+    assert len(calls) == len({layer.turn for layer in layers}) <= kinds and len(layers) == 2
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma3"])

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from fedweave.config import Config, from_tree, load_config
 from fedweave.errors import UserError
 from fedweave.federation.rounds import federate
-from fedweave.methods import build_method
+from fedweave.methods import build_method, relabel
 from fedweave.settings import to_tree
 from fedweave.training.narrow import Narrow
 from tests.federations import make_engine, run, with_method
@@ -132,6 +132,21 @@ def test_without_a_chosen_expert_the_shared_part_learns_what_fedit_learns(woven,
         theirs = fedit.lane(client, state, 0).schedule
         assert all(np.array_equal(a, b) for a, b in zip(mine, theirs, strict=True))
     engine.detach()
+
+
+def test_the_router_picks_once_for_a_client_and_again_once_it_or_the_rows_are_others(woven, backbone, monkeypatch):
+    engine, method, state = prepared(woven, backbone)
+    asked, real = [], relabel.picked
+    monkeypatch.setattr(relabel, "picked", lambda *given: asked.append(1) or real(*given))
+    for _ in range(2):
+        state = federate(method, engine, state, range(2), lambda *_: None)
+    engine.detach()
+    assert len(asked) == len(engine.members)
+    client = engine.members[0]
+    other = replace(state, phi=-state.phi)
+    assert torch.equal(method.labels(client, other), real(other.router, other.phi[0], client.data.features))
+    client.data = client.data.part(range(5))
+    assert len(method.labels(client, other)) == 5 and len(asked) == len(engine.members) + 2
 
 
 def test_messages_hold_the_shared_part_and_no_router(woven, backbone):

@@ -81,7 +81,7 @@ class Decoder:
         """Last hidden states after the final norm, [T, d] or those that are ``read`` [n, d]; with ``again`` layers
         keep their inputs alone."""
         embedded = self.base.embed_tokens(packed.ids)  # [1, T, d]
-        turns = {layer.turn: self._turn(layer.turn, embedded, packed) for layer in self.layers}
+        turns = {kind: self._turn(kind, embedded, packed) for kind in dict.fromkeys(la.turn for la in self.layers)}
         s, delta = embedded[0], None
         for layer in self.layers:
             given = _Given(packed, turns[layer.turn], fp8, read if layer is self.layers[-1] else None)

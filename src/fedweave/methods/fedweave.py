@@ -29,7 +29,7 @@ from fedweave.federation.train import Update
 from fedweave.methods.familiar import Familiarity, familiar_share
 from fedweave.methods.living import Living
 from fedweave.methods.preparation import Aligned, assign, mixture_payload
-from fedweave.methods.relabel import Relabel, picked
+from fedweave.methods.relabel import Relabel
 from fedweave.methods.warm_start import WarmRouter
 from fedweave.router.routed import RoutedExperts
 from fedweave.streams import stream_key
@@ -94,10 +94,10 @@ class FedWeave(Aligned):
         return state
 
     def labels(self, client: Client, state: RoutedExperts) -> torch.Tensor:
-        """Made anew in every round from what was broadcast, so that no client needs to remember them."""
+        """They follow from what was broadcast, so that no client needs to remember them."""
         if self.relabel is None or state.router is None or state.phi is None:
             return super().labels(client, state)
-        return picked(state.router, state.phi[0], client.data.features)
+        return self.relabel.labels(state.router, state.phi, client)
 
     def claims(self, member: Member, experts: int) -> list[int]:
         """Where the router labels single examples, any of them may be any expert's."""
