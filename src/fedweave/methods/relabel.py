@@ -36,9 +36,8 @@ class Relabel(Step[Labels]):
 
     def __init__(self, config: Config):
         self.config = config
-        self._latest: dict[
-            int, tuple[torch.Tensor, torch.Tensor, torch.Tensor]
-        ] = {}  # client -> phi, features, labels
+        # client -> (phi, features, labels)
+        self._latest: dict[int, tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = {}
 
     def labels(self, router: RouterLayout, phi: torch.Tensor, client: Client) -> torch.Tensor:
         """[n] what :func:`picked` says of a client's prompts; a round asks several times, and a router that is not
