@@ -55,27 +55,27 @@ def finished(kind: str, clients: float, rule: str, seed: int, **losses: float):
 def test_an_attack_is_held_against_honest_clients_of_the_same_rule_and_seed():
     table = attack_table([
         finished("none", 0.0, "median", 1, sum=2.0, mood=2.0),
-        finished("none", 0.0, "clip", 1, sum=1.0, mood=1.0),
-        finished("none", 0.0, "clip", 2, sum=2.0, mood=2.0),
-        finished("none", 0.0, "clip+3", 1, sum=1.0, mood=1.2),
-        finished("flip", 0.3, "clip", 1, sum=1.0, mood=3.0),
-        finished("flip", 0.3, "clip", 2, sum=2.0, mood=6.0),
-        finished("shout", 0.3, "clip", 1, sum=1.0, mood=1.0),
+        finished("none", 0.0, "agreement", 1, sum=1.0, mood=1.0),
+        finished("none", 0.0, "agreement", 2, sum=2.0, mood=2.0),
+        finished("none", 0.0, "agreement+3", 1, sum=1.0, mood=1.2),
+        finished("flip", 0.3, "agreement", 1, sum=1.0, mood=3.0),
+        finished("flip", 0.3, "agreement", 2, sum=2.0, mood=6.0),
+        finished("shout", 0.3, "agreement", 1, sum=1.0, mood=1.0),
         finished("flip", 0.3, "median", 1, sum=2.0, mood=2.2),
-        finished("flip", 0.3, "clip+3", 1, sum=1.0, mood=1.2),
+        finished("flip", 0.3, "agreement+3", 1, sum=1.0, mood=1.2),
         finished("flip", 0.3, "median", 3, sum=9.0, mood=9.0),
-        finished("labels", 0.05, "clip", 1, sum=1.0, mood=1.2),
+        finished("labels", 0.05, "agreement", 1, sum=1.0, mood=1.2),
     ])  # fmt: skip
     for row in (
         "| 0% | median | none | – | +100.0% |",  # what a rule costs
-        "| 0% | clip, quarantine | none | – | +10.0% |",
-        "| 30% | clip | flip | +100.0% ± 0.0 | +100.0% ± 0.0 |",  # the worst of two attacks
-        "| 30% | clip, quarantine | flip | +0.0% | +10.0% |",
+        "| 0% | agreement, quarantine | none | – | +10.0% |",
+        "| 30% | agreement | flip | +100.0% ± 0.0 | +100.0% ± 0.0 |",  # the worst of two attacks
+        "| 30% | agreement, quarantine | flip | +0.0% | +10.0% |",
         "| 30% | median | flip | +5.0% | +110.0% |",
-        "| 30% of the clients against clip, quarantine, the best rule | +5.0% | +0.0% | yes |",
-        "| 5% of the clients against clip, the default | +2.0% | +10.0% | **no** |",
+        "| 30% of the clients against agreement, quarantine, the best rule | +5.0% | +0.0% | yes |",
+        "| 5% of the clients against agreement, the default | +2.0% | +10.0% | **no** |",
         "| clients | attack | rule | sum | mood | macro |",
-        "| 30% | flip | clip | +0.0% ± 0.0 | +200.0% ± 0.0 | +100.0% ± 0.0 |",
+        "| 30% | flip | agreement | +0.0% ± 0.0 | +200.0% ± 0.0 | +100.0% ± 0.0 |",
         "| 30% | flip | median | +0.0% | +10.0% | +5.0% |",
     ):
         assert row in table.splitlines()
