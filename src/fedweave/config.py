@@ -271,6 +271,12 @@ class Config:
     attack: AttackConfig = field(default_factory=AttackConfig)
     evaluation: EvaluationConfig = field(default_factory=EvaluationConfig)
 
+    @property
+    def trains_router(self) -> bool:
+        """Whether the router learns in the rounds."""
+        asked = self.router.training
+        return asked == "soft" or (asked == "auto" and self.living.notice == "off")
+
 
 def load_config(recipe: str | Path, overrides: Sequence[str] = ()) -> Config:
     """Defaults, then the recipe (a name or a YAML file), then ``key.path=value`` overrides."""

@@ -85,10 +85,11 @@ class RouterConfig:
     features: Literal["raw", "unit"] = setting(
         "raw", "Input scale: raw is the pooled state itself, unit brings each to root-mean-square 1."
     )
-    training: Literal["soft", "chosen"] = setting(
-        "soft",
+    training: Literal["auto", "soft", "chosen"] = setting(
+        "auto",
         "soft: an example passes all experts, weighted by the router, which learns (the paper); chosen: only its "
-        "own expert, and the router stays as its warm start left it and sends nothing.",
+        "own expert, and the router stays as its warm start left it and sends nothing; auto: chosen where experts "
+        "may open in mid-run (living.notice), for a router that goes on learning loses them again, else soft.",
     )
     gate: Literal["full", "sure"] = setting(
         "full",

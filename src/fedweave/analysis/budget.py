@@ -107,7 +107,7 @@ def predict(
     router = RouterLayout(shape.width, config.router.hidden, experts)
     single = shape.layout(targets, config.experts.single_rank, 1)
     served = experts if served is None else served
-    sizes = Sizes(single, stacked, router, served, config.router.training == "soft")
+    sizes = Sizes(single, stacked, router, served, config.trains_router)
     signer = Signatures(stacked.with_experts(1), config.discovery.sketch, config.seed)
     signature = sum(signer.widths) * signer.dtype.itemsize
     training, warm_start = config.training, config.router.warm_start

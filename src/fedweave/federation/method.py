@@ -48,7 +48,7 @@ class Sizes:
     experts: AdapterLayout
     router: RouterLayout
     served: int  # experts that a client has buckets for; a mixed client has them all
-    trains_router: bool = True  # router.training is soft
+    trains_router: bool = True  # in the rounds
 
 
 @dataclass(frozen=True)

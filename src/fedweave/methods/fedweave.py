@@ -50,7 +50,7 @@ class FedWeave(Aligned):
         self.familiar = Familiarity(config) if familiar_share(config) < 1 else None
         self.living = Living(config, self.discover, self.start)
         self.shared_rank = config.experts.shared_rank
-        self.trains_router = config.router.training == "soft"
+        self.trains_router = config.trains_router
 
     def steps(self) -> list[Step]:
         return [*super().steps(), *(self.living.steps() if self.lives else [])]

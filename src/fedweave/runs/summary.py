@@ -84,7 +84,7 @@ def summarise(
 def trained_parameters(config: Config, state: ServerState) -> int:
     """Numbers that the method trains; what it freezes does not count."""
     router = state.router or RouterLayout(0, 0, state.layout.experts)  # one adapter: no router is counted
-    trains_router = config.router.training == "soft"
+    trains_router = config.trains_router
     sizes = Sizes(state.layout, state.layout, router, state.layout.experts, trains_router)
     return method_class(config.method).payload(sizes).trainable
 
