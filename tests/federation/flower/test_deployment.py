@@ -261,7 +261,7 @@ def test_a_site_brings_a_new_kind_in_mid_run_and_the_finished_model_has_an_exper
         made.kill("north")
         made.site("north")
         made.finish(process, "federate", 600)
-        (change,) = events(run, "change")
+        (change,) = [event for event in events(run, "change") if event["came"]]  # others: it is away, and back
         assert set(change["came"]) == {"north"} and "new rows at north" in made.log("federate")
         assert "north" in answering(run) and "its data has changed" not in made.log("federate")
         assert read_json(run / "summary.json")["experts"] == change["experts"]
