@@ -82,9 +82,9 @@ class Standing:
     One round tells little of a client: specialists differ from each other, and near an optimum everybody pulls
     against the rest. What honest clients have in common shows early, when they have far to go. So evidence adds up,
     over experts, router and rounds: the mean cosine of a client's update with each of the others', times the mean
-    over all clients, which is small where they do not go one way. Those whose sum is below zero count nothing, the lowest
-    first and no more than may be hostile, and they are no witnesses against others. All witnesses count alike,
-    whatever they claim, however long their updates are and however much they resemble each other."""
+    over all clients, which is small where they do not go one way. Those whose sum is below zero count nothing, the
+    lowest first and no more than may be hostile, and they are no witnesses against others. All witnesses count
+    alike, whatever they claim, however long their updates are and however much they resemble each other."""
 
     def __init__(self, members: Iterable[Named], config: Config, evidence: Mapping[str, float] | None = None):
         self._names = {member.index: member.name for member in members}
