@@ -14,7 +14,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from fedweave.kernels import again, entropy, experts, fused, gated, layer, product_kernels, rotary
+from fedweave.kernels import again, entropy, experts, fused, gated, layer, product_kernels, rotary, rows
 from fedweave.kernels.attention import rotated_attention, sequence_tiles, short_attention
 from fedweave.kernels.dropout import DropoutKeys, keep_mask
 from fedweave.kernels.experts import add_experts
@@ -273,8 +273,26 @@ def test_experts_on_a_few_rows(version, tokens, n, width, gated):
     joint = leaf(tokens, width + 10, seed=4).detach()
     expected = joint.clone()
     expected[:, 10:] += ((x @ a.T) * (0.5 if wide is None else wide)) @ b
-    experts.add_to_rows(joint[:, 10:], x, a, b, wide, 0.5)
+    rows.add_to_rows(joint[:, 10:], x, a, b, wide, 0.5, rank=4, few=False)
     torch.testing.assert_close(joint, expected, atol=2e-4, rtol=2e-4)
+
+
+@pytest.mark.parametrize("few", [True, False])
+@pytest.mark.parametrize(("tokens", "n", "width", "rank"), [(1, 40, 24, 8), (5, 1100, 600, 6)])
+def test_many_experts_of_which_a_row_uses_few(version, tokens, n, width, rank, few):
+    """None, one, two or three of twenty, some with a negative weight."""
+    x, a, b = (leaf(*s, seed=i).detach() for i, s in enumerate([(tokens, n), (20 * rank, n), (20 * rank, width)]))
+    gates = torch.zeros(tokens, 20, device=DEVICE)
+    for t in range(tokens):
+        for i, gate in enumerate((1.0, -0.5, 0.25)[: (t + 1) % 4]):
+            gates[t, (7 * t + 3 * i) % 20] = gate
+    assert rows.few_experts(gates) and not rows.few_experts(torch.ones(1, 20))
+    wide = gates.repeat_interleave(rank, 1)
+    joint = leaf(tokens, width + 10, seed=4).detach()
+    expected = joint.clone()
+    expected[:, 10:] += ((x @ a.T) * wide) @ b
+    rows.add_to_rows(joint[:, 10:], x, a, b, wide, 0.5, rank, few)
+    torch.testing.assert_close(joint, expected, atol=1e-3, rtol=1e-3)
 
 
 def attended(q, k, v, lengths, softcap):

@@ -18,9 +18,10 @@ from fedweave.experts.layout import AdapterLayout
 from fedweave.kernels import fused
 from fedweave.kernels.again import run_again
 from fedweave.kernels.dropout import DropoutKeys
-from fedweave.kernels.experts import MOST_ROWS, add_experts, add_to_rows
+from fedweave.kernels.experts import add_experts
 from fedweave.kernels.frozen import Weight
 from fedweave.kernels.lanes import Lanes, Rows, Setting, Target, one_lane
+from fedweave.kernels.rows import MOST_ROWS, add_to_rows
 from fedweave.kernels.source import Source
 
 
@@ -52,6 +53,7 @@ class Mixture:
         lanes: Lanes | None = None,
         dropout: DropoutKeys | None = None,
         spoken: torch.Tensor | None = None,  # [T] whether packed tokens are a prompt's last or an answer's
+        few: bool = False,  # whether each row is known to use few experts (kernels/rows.py)
     ) -> Iterator[None]:
         """Run the model with these experts; ``gates=None`` means one expert with weight 1. What they share is in
         force unless the gates speak of it (AdapterLayout.all_gates). With ``spoken`` experts whose span is the
@@ -64,7 +66,7 @@ class Mixture:
         gates = None if gates is None else self.layout.all_gates(gates.float())
         if gates is not None and spoken is not None and apart:
             gates = gates * spoken[None, :, None]  # [1, T, M + R/r]
-        with self.using(State(weights, gates, lanes, dropout)):
+        with self.using(State(weights, gates, lanes, dropout, few)):
             yield
 
     @contextmanager
@@ -88,6 +90,7 @@ class State:
     gates: torch.Tensor | None  # [..., M], or [..., M + R/r] with a shared part (AdapterLayout.all_gates)
     lanes: Lanes | None
     dropout: DropoutKeys | None
+    few: bool = False
     _spread: tuple[torch.Size, torch.Tensor | None] | None = None
     _wide: tuple[torch.Size, torch.Tensor | None] | None = None
 
@@ -212,7 +215,7 @@ def with_experts(
     if state.plain and (len(rows) <= MOST_ROWS or not fused(x)):
         wide, out = state.wide_gates(x.shape[:-1], rank, scale), y.view(-1, y.shape[-1])
         for target, a, b in zip(targets, factors[::2], factors[1::2], strict=True):
-            add_to_rows(out.narrow(1, target.start, target.width), rows, a[0], b[0], wide, scale)
+            add_to_rows(out.narrow(1, target.start, target.width), rows, a[0], b[0], wide, scale, rank, state.few)
         return y
     setting = Setting(state.lanes or one_lane(len(rows), x.device), state.dropout, scale, rank)
     return add_experts(y, rows, state.row_gates(x.shape[:-1]), targets, factors, setting, weight, source)

@@ -9,6 +9,7 @@ from collections import deque
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 
@@ -22,6 +23,7 @@ from fedweave.inference.json_text import JsonTokens
 from fedweave.inference.record import RecordedStep
 from fedweave.inference.sampling import Sampling, TokenChooser
 from fedweave.inference.text import AnswerText
+from fedweave.kernels.rows import few_experts
 
 
 @dataclass(frozen=True)
@@ -107,7 +109,7 @@ class RunningBatch:
         )
         self.rows: list[Row] = []
         self.length, self.cache = length, RowCache(rows, length)
-        self._recorded: dict[int, RecordedStep] | None = {} if backbone.device.type == "cuda" else None
+        self._recorded: dict[tuple[int, bool], RecordedStep] | None = {} if backbone.device.type == "cuda" else None
         self.prefill = 16_384 if backbone.device.type == "cuda" else 1_024  # prompt tokens read between two steps
 
     @torch.no_grad()
@@ -182,17 +184,23 @@ class RunningBatch:
             columns = max(row.length for row in self.rows)
             return self._extend(newest.to(device), positions.to(device), gates.to(device), columns)
         # on CUDA one recording serves all counts up to the next power of two
-        size = min(self.capacity, 1 << (len(self.rows) - 1).bit_length())
-        if size not in self._recorded:
-            self._recorded[size] = RecordedStep(size, gates.shape[1], self.backbone.device, self._extend)
-        return self._recorded[size](newest, positions, gates)
+        size, few = min(self.capacity, 1 << (len(self.rows) - 1).bit_length()), few_experts(gates)
+        if (size, few) not in self._recorded:
+            run = partial(self._extend, few=few)
+            self._recorded[size, few] = RecordedStep(size, gates.shape[1], self.backbone.device, run)
+        return self._recorded[size, few](newest, positions, gates)
 
     def _extend(
-        self, newest: torch.Tensor, positions: torch.Tensor, gates: torch.Tensor, columns: int | None = None
+        self,
+        newest: torch.Tensor,
+        positions: torch.Tensor,
+        gates: torch.Tensor,
+        columns: int | None = None,
+        few: bool = False,
     ) -> torch.Tensor:
         """One more token for the first rows: all tensors in, logits out."""
         cache = self.cache.extend(positions, columns)
-        with self._experts(gates[:, None]):
+        with self._experts(gates[:, None], few=few):
             hidden = self.backbone.next_hidden(newest, positions, cache)
         return self.backbone.logits(hidden)
 
@@ -201,9 +209,15 @@ class RunningBatch:
         every = self.mixture.layout.all_gates if self.mixture else lambda gates: gates
         return torch.stack([every(row.gates) for row in rows])
 
-    def _experts(self, gates: torch.Tensor, spoken: torch.Tensor | None = None) -> AbstractContextManager[None]:
+    def _experts(
+        self, gates: torch.Tensor, spoken: torch.Tensor | None = None, few: bool = False
+    ) -> AbstractContextManager[None]:
         """A pass with every row's own gates, broadcastable to its tokens; without a mixture the bare backbone."""
-        return nullcontext() if self.mixture is None else self.mixture.active(self.weights, gates, spoken=spoken)
+        return (
+            nullcontext()
+            if self.mixture is None
+            else self.mixture.active(self.weights, gates, None, None, spoken, few)
+        )
 
     def _take(self, rows: list[Row], logits: torch.Tensor) -> Iterator[tuple[Row, str]]:
         """Choose every row's token: all at once where nothing but the maximum is asked for."""
