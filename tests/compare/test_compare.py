@@ -9,6 +9,7 @@ from safetensors.torch import load_file
 from fedweave.cli import main
 from fedweave.compare import _write, compare, runner
 from fedweave.compare.grid import Cell, Comparison, cells, comparison_names, load_comparison
+from fedweave.compare.ours import ours_table
 from fedweave.compare.runner import Outcome, Runner
 from fedweave.compare.tables import Results, choose_best, holm, latex, markdown
 from fedweave.config import Config, load_config
@@ -432,3 +433,21 @@ def test_sets_of_data_are_ranked_apart(tmp_path):
     assert (tmp_path / "out/results.csv").read_text().count("easy,") == (
         tmp_path / "out/results.csv"
     ).read_text().count("hard,")
+
+
+def test_a_method_is_held_against_every_other_one_seed_by_seed():
+    losses = {"fedweave": (0.98, 0.95, 0.99), "fedit": (1.0, 1.0, 1.0), "oracle": (0.9, 0.9, 0.9)}
+    runs = [
+        (cell(**{"data.name": "easy", "method": m, "seed": s}), summary(m, s, x, 0.5 + 0.01 * (m == "fedweave")))
+        for m, values in losses.items()
+        for s, x in zip((1, 2, 3), values, strict=True)
+    ]
+    alone = [
+        (cell(**{"data.name": "hard", "method": m, "seed": 1}), summary(m, 1, 1.0, 0.5)) for m in ("fedit", "ifca")
+    ]
+    text = ours_table([*runs, *alone], "fedweave")
+    fedit = next(line for line in text.splitlines() if "| fedit |" in line)
+    assert "| easy | fedit | -2.0% | -5.0% | -1.0% | -2.7% |" in fedit and fedit.endswith("| +1.0 |")
+    assert fedit.count("0.157") == 2, "a bound is no test to be corrected for"
+    assert "oracle † |" in text and "hard" not in text and "for the 1 tests" in text
+    assert ours_table(runs, None) == "" == ours_table(runs[:3], "fedweave")

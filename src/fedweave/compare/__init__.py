@@ -9,6 +9,7 @@ from fedweave.compare.against import attack_table, private_table
 from fedweave.compare.bar import bar_table
 from fedweave.compare.grid import Cell, Comparison, cells, load_comparison
 from fedweave.compare.life import life_courses, life_table
+from fedweave.compare.ours import ours_table
 from fedweave.compare.record import Record, rounded
 from fedweave.compare.runner import Outcome, Runner
 from fedweave.compare.tables import Results, as_csv, choose_best, latex, markdown
@@ -99,7 +100,8 @@ def _write(comparison: Comparison, outcome: Outcome, output: Path, console: Cons
         )
     parts = _parts(finished, comparison.tables)
     text += "\n".join(f"### {name}\n\n{markdown(part)}" if name else markdown(part) for name, part in parts.items())
-    for more in (life_table(ended), bar_table(ended), attack_table(ended), private_table(ended)):
+    against = ours_table(finished, comparison.ours)
+    for more in (against, life_table(ended), bar_table(ended), attack_table(ended), private_table(ended)):
         text += f"\n{more}" if more else ""
     output.mkdir(parents=True, exist_ok=True)  # all of its cells may stand elsewhere
     if courses := life_courses(ended):

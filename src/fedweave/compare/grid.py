@@ -19,7 +19,7 @@ from fedweave.schema import ConfigTree, Summary
 from fedweave.settings import read_yaml, to_tree
 
 COMPARISONS = RECIPES / "compare"
-_KEYS = ["like", "recipe", "axes", "set", "per", "best_of", "tables"]
+_KEYS = ["like", "recipe", "axes", "set", "per", "best_of", "tables", "ours"]
 
 
 @dataclass
@@ -31,6 +31,7 @@ class Comparison:
     per: dict[str, list[str]] = field(default_factory=dict)  # "method=fedit" -> overrides of those cells alone
     ranges: dict[str, dict[str, list]] = field(default_factory=dict)  # the same -> axis -> its values there
     tables: str | None = None  # an axis whose values get a table each: rows of different data have no order
+    ours: str | None = None  # a method that is held against every other one, seed by seed
 
 
 @dataclass
@@ -101,7 +102,8 @@ def load_comparison(name: str, overrides: Sequence[str], best_of: str | None) ->
     if best_of is not None and best_of not in axes:
         raise UserError(f"--best-of {best_of} is no axis; the axes are {', '.join(axes) or 'none'}.")
     tables = tree.get("tables") if tree.get("tables") in axes else None
-    found = Comparison(tree["recipe"], axes, settings, best_of, tables=tables)
+    ours = tree.get("ours") if "method" in axes else None
+    found = Comparison(tree["recipe"], axes, settings, best_of, tables=tables, ours=ours)
     for condition, key, value, values in own:
         if key in tree["axes"] and values is not None:
             if key not in asked:

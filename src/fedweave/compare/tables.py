@@ -7,6 +7,7 @@ import io
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
 import numpy as np
 from scipy.stats import ttest_rel
@@ -18,6 +19,7 @@ from fedweave.schema import Summary
 
 Row = tuple[str, ...]  # the values of all axes but the seed
 Finished = Sequence[tuple[Cell, Summary]]
+Test = TypeVar("Test")  # what a test is known by
 # of buckets (local) and experts (global) with tasks, and with kinds where several tasks are one; of prompts
 _AGREEMENT = ("purity", "nmi", "ari", "kind-", "decided")
 
@@ -230,9 +232,10 @@ def markdown(results: Results) -> str:
     return "\n\n".join(parts) + "\n"
 
 
-def holm(tests: dict[Row, float]) -> dict[Row, float]:
+def holm(tests: dict[Test, float]) -> dict[Test, float]:
     """p of each test as one of so many: Holm's step-down correction of a family of tests."""
-    corrected, largest = {}, 0.0
+    corrected: dict[Test, float] = {}
+    largest = 0.0
     for place, (row, p) in enumerate(sorted(tests.items(), key=lambda test: test[1])):
         largest = max(largest, min(1.0, p * (len(tests) - place)))
         corrected[row] = largest
