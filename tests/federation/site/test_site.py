@@ -54,7 +54,13 @@ def test_check_keeps_to_the_sites_own_floors(site, capsys):
 @pytest.mark.parametrize("notice", ["open", "ask"])
 @pytest.mark.parametrize("buckets", [1, 3])
 def test_check_rehearses_a_kind_that_nobody_knows(site, capsys, notice, buckets):
-    chosen = [*SMALL, f"living.notice={notice}", "living.lessons=1", f"discovery.max_buckets={buckets}", "alignment.max_experts=2"]
+    chosen = [
+        *SMALL,
+        f"living.notice={notice}",
+        "living.lessons=1",
+        f"discovery.max_buckets={buckets}",
+        "alignment.max_experts=2",
+    ]
     assert main(["site", "check", str(site()), "quickstart", *chosen, "--quiet"]) == 0
     shown = capsys.readouterr().out
     sent = {tuple(line.split()[:2]) for line in shown.splitlines()[8:]}
