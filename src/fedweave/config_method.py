@@ -240,6 +240,14 @@ class LivingConfig:
         "What an expert that opens starts from: what experts.start says, or a copy of the expert whose signature "
         "is nearest.",
     )
+    turns: int | Literal["auto"] = setting(
+        "auto",
+        "How often the server averages while the router learns to tell a new kind from the others, each time after "
+        "three times router.warm_start.steps steps; auto: a third of router.warm_start.rounds. More make it surer, "
+        "so that experts.temperature draws fewer of the new kind's examples for old experts.",
+        low=1,
+        high=1000,
+    )
     lessons: int = setting(
         0,
         "Times that the clients of a new kind teach its expert alone, beside what all experts share, before its "

@@ -13,6 +13,7 @@ from fedweave.federation.state import broadcast
 from fedweave.federation.steps import Asked
 from fedweave.federation.train import expert_name
 from fedweave.methods import build_method
+from fedweave.methods.growing import GrowRouter, grow_router
 from fedweave.methods.lessons import give_lessons, shared_of
 from tests.federations import changed
 from tests.methods.conftest import federation
@@ -165,6 +166,30 @@ def test_an_expert_may_start_as_a_copy_of_the_nearest(taught, backbone):
     for m in change.opened:
         old = before.layout.unstack(before.theta)[change.nearest_of(m)]
         assert torch.equal(after.layout.unstack(after.theta)[m], old)
+
+
+def test_a_router_that_is_taught_longer_is_surer_of_the_new_kind(taught, backbone):
+    """Where features tell it from the others; what the router knows of old experts stays to the bit."""
+    engine, _, before, _, change = opening(changed(taught, living={"lessons": 0}), backbone)
+    new = torch.zeros(engine.width)
+    new[:4] = 1.0
+    for client in engine.members:
+        sign = torch.where(client.example_experts() == change.opened[0], 1.0, -1.0)
+        client.data.features = sign[:, None] * new
+    found = []
+    for turns in (1, 12):
+        step = GrowRouter(changed(taught, living={"turns": turns}, router={"warm_start": {"lr": 1e-2}}))
+        router, phi = grow_router(engine, step, before.router.trained, before.phi[0], 1, Change(1))
+        views = router.views(phi)
+        kept = torch.cat([views["linear1.weight"].flatten(), views["linear2.weight"][:-1].flatten()])
+        found.append(
+            (float(router.route(phi, new[None])[0, -1]), float(router.route(phi, -new[None])[0, -1]), kept)
+        )
+    engine.detach()
+    (short, others, kept), (long, fewer, same) = found
+    assert long > short + 0.05 and fewer < others and torch.equal(kept, same)
+    auto = GrowRouter(changed(taught, router={"warm_start": {"rounds": 10}})).settings.rounds
+    assert auto == 4 and step.settings.rounds == 12
 
 
 def test_nearest_is_what_most_of_an_experts_rows_lie_by():
