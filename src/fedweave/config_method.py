@@ -235,6 +235,26 @@ class LivingConfig:
         "What becomes of rows whose kind no expert knows. off: they join the nearest expert; open: a new one "
         "opens; ask: they are kept apart until the run is resumed with open.",
     )
+    start: Literal["experts", "nearest"] = setting(
+        "experts",
+        "What an expert that opens starts from: what experts.start says, or a copy of the expert whose signature "
+        "is nearest.",
+    )
+    turns: int | Literal["auto"] = setting(
+        "auto",
+        "How often the server averages while the router learns to tell a new kind from the others, each time after "
+        "three times router.warm_start.steps steps; auto: a third of router.warm_start.rounds. More make it surer, "
+        "so that experts.temperature draws fewer of the new kind's examples for old experts.",
+        low=1,
+        high=1000,
+    )
+    lessons: int = setting(
+        0,
+        "Times that the clients of a new kind teach its expert alone, beside what all experts share, before its "
+        "first round; each has training.local_steps steps. The oracle's new experts have them, too.",
+        low=0,
+        high=1000,
+    )
     alarms: float = setting(
         0.05,
         "Share of the buckets of known kinds that may be taken for a new one; n aligned buckets can promise no "

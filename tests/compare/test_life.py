@@ -5,6 +5,7 @@ from itertools import count
 
 import pytest
 
+from benchmarks.drift_noise import lines, wobble
 from benchmarks.drift_picture import ARMS, draw
 from fedweave.compare.bar import BAR, CONTROL, NOTICES, STILL, TOLD, UNAWARE, row_of
 from fedweave.compare.grid import cells, load_comparison
@@ -102,3 +103,23 @@ def test_the_study_on_a_tiny_model(tmp_path, small, says):
     assert set(ARMS) == {c["title"] for c in courses} - {"control, fedweave, open"}
     draw(tmp_path / "drift" / "course.json", tmp_path / "drift.svg")
     assert "an oracle that is told" in (tmp_path / "drift.svg").read_text()
+
+
+def test_chance_is_what_is_no_trend():
+    assert wobble([3.0, 2.5, 2.0, 1.5, 1.0]) == 0 and wobble([0.0, 0.3, 0.0, 0.3, 0.0]) == pytest.approx(
+        0.6 / 6**0.5
+    )
+    flat = {str(t): 1.0 for t in range(1, 21)}
+    arms = {NOTICES: 0.25, UNAWARE: 0.0, TOLD: 0.0}
+    courses = [
+        {
+            "title": title,
+            "seed": 7,
+            "came": {"a": 10},
+            "new": {"a": {t: x + more for t, x in flat.items()}},
+            "old": flat,
+        }
+        for title, more in arms.items()
+    ]
+    told = [line for line in lines(courses) if line.startswith("| a: ")]
+    assert len(told) == 8 and all(("+0.250" in line) == (NOTICES in line) for line in told)

@@ -16,7 +16,7 @@ from tests.runs.test_faults import state_of
 
 OPENING = [
     "living.notice=open", "living.least=8", "data.train=40", "data.clients=4", "discovery.warmup_steps=6",
-    "discovery.warmup_lr=1e-2", "training.rounds=4",
+    "discovery.warmup_lr=1e-2", "training.rounds=4", "living.lessons=1",
     "data.changes=['2: client_0, client_1 gain sum', '3: all lose mood', '4: client_2 gains 50% of choice']",
 ]  # fmt: skip
 CHANGES = "data.changes=['2: client_0, client_1 gain sum', '3: all lose mood']"
@@ -65,12 +65,13 @@ def test_kill_and_resume_around_an_opening_is_bit_identical(tmp_path, small, tin
     assert state_of(whole) == state_of(broken)
 
 
-@pytest.mark.parametrize("moment", ["sign", "grow"])
+@pytest.mark.parametrize("moment", ["sign", "grow", "lesson"])
 def test_a_run_killed_while_an_expert_opens_opens_it_again(tmp_path, small, tiny_run, moment, monkeypatch):
     from fedweave.methods.growing import GrowRouter
+    from fedweave.methods.lessons import Lesson
     from fedweave.methods.newcomers import Sign
 
-    step = {"sign": Sign, "grow": GrowRouter}[moment]
+    step = {"sign": Sign, "grow": GrowRouter, "lesson": Lesson}[moment]
     broken = tmp_path / "broken"
     with monkeypatch.context() as patched:
         patched.setattr(step, "read", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))

@@ -6,6 +6,7 @@ no expert yet is the server's affair (``Method.settle``).
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
@@ -77,6 +78,13 @@ class Change:
         """The only client that an expert opened for; empty where there are several."""
         clients = {bucket.client for bucket in self.placed if bucket.expert == m}
         return clients.pop() if len(clients) == 1 else ""
+
+    def nearest_of(self, m: int) -> int:
+        """The old expert that most rows of an expert which opens lie nearest to."""
+        rows: Counter[int] = Counter()
+        for bucket in self.placed:
+            rows[bucket.nearest] += bucket.rows if bucket.expert == m else 0
+        return max(rows, key=lambda old: (rows[old], -old))
 
     def heard(self, receipts: Receipts, question: Message) -> None:
         """Count what a question and its answers took."""

@@ -37,8 +37,9 @@ class GrowRouter(WarmRouter):
 
     def __init__(self, config: Config):
         super().__init__(config)
-        warm = config.router.warm_start
-        self.settings = replace(warm, rounds=-(-warm.rounds // _LONGER), steps=_LONGER * warm.steps)
+        warm, turns = config.router.warm_start, config.living.turns
+        turns = -(-warm.rounds // _LONGER) if turns == "auto" else turns
+        self.settings = replace(warm, rounds=turns, steps=_LONGER * warm.steps)
 
     def answer(self, compute: Compute, clients: Sequence[Client], question: Message) -> Iterator[Answer]:
         router, phi = read_router(question.facts), question.tensors["phi"].to(compute.device)

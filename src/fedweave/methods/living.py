@@ -23,6 +23,7 @@ from fedweave.federation.news import Change, Placed
 from fedweave.federation.state import ServerState, broadcast
 from fedweave.federation.steps import Step
 from fedweave.methods.growing import GrowRouter, grow_router
+from fedweave.methods.lessons import Lesson, give_lessons, shared_of
 from fedweave.methods.newcomers import (
     Arrived,
     Sign,
@@ -44,10 +45,10 @@ class Living:
 
     def __init__(self, config: Config, discover: Discover, start: StartExperts | None):
         self.config, self.discover, self.start = config, discover, start
-        self.sign, self.teach = Sign(discover), GrowRouter(config)
+        self.sign, self.teach, self.lesson = Sign(discover), GrowRouter(config), Lesson(config)
 
     def steps(self) -> list[Step]:
-        return [self.sign, self.teach]
+        return [self.sign, self.teach, self.lesson]
 
     def settle(self, engine: Engine, state: ServerState, change: Change) -> ServerState:
         """Everything that may happen to experts before a round."""
@@ -101,7 +102,10 @@ class Living:
         silent = {member.name for member in pending} - {member.name for member, _ in signed}
         told = {m.name: sizes_apart(m) for m in engine.members if apart(m) and m.name not in silent}
         state.report.update(asked=told if asking else {}, waiting={} if asking else told)
-        return self.widen(engine, state, change, self.starts(engine, state, change)) if change.opened else state
+        if not change.opened:
+            return state
+        state = self.widen(engine, state, change, self.starts(engine, state, change))
+        return give_lessons(engine, self.lesson, state, change.opened, change)
 
     def pending(self, members: Sequence[Member], state: ServerState, held: Mapping[str, int]) -> list[Member]:
         """Whose buckets without an expert are to be signed. The operator is asked once about each. What a client
@@ -114,7 +118,11 @@ class Living:
         return unknown if asking else waiting if unknown or may_open else []
 
     def starts(self, engine: Engine, state: ServerState, change: Change) -> list[torch.Tensor]:
-        """What new experts start from, [P of one] each: the mean of their buckets' warmup adapters, or B = 0."""
+        """What new experts start from, [P of one] each: the mean of their buckets' warmup adapters, B = 0, or
+        the expert that was nearest to most of their rows."""
+        if self.config.living.start == "nearest":
+            known = state.layout.unstack(state.theta)
+            return [known[change.nearest_of(m)] for m in change.opened]
         if self.start is None:
             return [first_adapter(state.layout.with_experts(1), self.config.seed)] * len(change.opened)
         question, heard = Message(facts={"t": change.t, "first": state.layout.experts}), Receipts()
@@ -216,8 +224,3 @@ class Living:
             state, layout=narrow, theta=theta, router=router, phi=phi[None], signatures=state.signatures[kept],
             report=report, bucket_doubts=doubts,
         )  # fmt: skip
-
-
-def shared_of(state: ServerState) -> torch.Tensor:
-    """The columns that all experts share."""
-    return state.theta[(state.layout.expert_of_column == state.layout.experts).to(state.theta.device)]

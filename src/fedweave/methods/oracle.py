@@ -23,7 +23,7 @@ from fedweave.federation.news import Change
 from fedweave.federation.state import ServerState
 from fedweave.federation.steps import Answer, Asked, Figure, Part
 from fedweave.methods.fedweave import FedWeave
-from fedweave.methods.living import shared_of
+from fedweave.methods.lessons import give_lessons, shared_of
 from fedweave.methods.preparation import (
     assign,
     discover_units,
@@ -84,20 +84,30 @@ class Oracle(FedWeave):
         client.assignment = [int(client.data.features[bucket[0]].argmax()) for bucket in found.members]
 
     def settle(self, engine: Engine, state: ServerState, change: Change) -> ServerState:
-        """A kind that comes in mid-run starts as those did that were there: from the mean of its warmups."""
+        """A kind that comes in mid-run starts as those did that were there, from the mean of its warmups or at
+        zero, and has its lessons (``living.lessons``)."""
         layout, experts = state.layout, state.layout.unstack(state.theta)
         learned = layout.with_experts(1).is_b.to(state.theta.device)
         fed = examples_of(engine.members, layout.experts)
         came = [m for m, expert in enumerate(experts) if fed[m] and not expert[learned].any()]
-        if not came or self.start is None:
+        if not came:
             return state
+        if self.start is not None:
+            state = self.warmed(engine, self.start, state, came, change)
+        return give_lessons(engine, self.living.lesson, state, came, change)
+
+    def warmed(
+        self, engine: Engine, start: StartExperts, state: ServerState, came: Sequence[int], change: Change
+    ) -> ServerState:
+        """The state in which these experts are the means of their warmups."""
+        layout, experts = state.layout, state.layout.unstack(state.theta)
         question, heard = Message(facts={"t": change.t, "first": min(came)}), Receipts()
         owners = [member for member in engine.members if set(member.assignment) & set(came)]
         standing = Standing(engine.members, self.config, state.standing)
-        starts = warm_starts(engine, self.start, layout, came, owners, question, heard, standing)
+        starts = warm_starts(engine, start, layout, came, owners, question, heard, standing)
         change.heard(heard, question)
-        for m, start in zip(came, starts, strict=True):
-            experts[m] = start.to(state.theta)
+        for m, one in zip(came, starts, strict=True):
+            experts[m] = one.to(state.theta)
         return replace(state, theta=layout.stack(experts, shared_of(state)))
 
     def admit(self, engine: Engine, state: ServerState, newcomer: Member) -> str:

@@ -129,7 +129,7 @@ WOVEN = {
     "alignment": {"min_share": 0.05},
 }
 LIVING = {
-    "living": {"notice": "open", "least": 6, "merge": True, "retire": 1}, "router": {"familiar": 0.9},
+    "living": {"notice": "open", "least": 6, "lessons": 1, "merge": True, "retire": 1}, "router": {"familiar": 0.9},
     "data": {"clients": 4, "train": 24, "changes": ["2: client_0, client_1 gain sum", "3: all lose mood"]},
 }  # fmt: skip
 PRIVATE = {"privacy": {"level": "example"}, "discovery": {"max_buckets": 1, "sketch": 4}}

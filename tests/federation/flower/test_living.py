@@ -32,7 +32,7 @@ pytestmark = pytest.mark.usefixtures("smooth_optimiser")
 def living(config):
     return changed(
         with_rounds(config, rounds=3), discovery={"warmup_steps": 6, "warmup_lr": 1e-2},
-        living={"notice": "open", "least": 6}, data={"train": 30},
+        living={"notice": "open", "least": 6, "lessons": 1}, data={"train": 30},
     )  # fmt: skip
 
 

@@ -54,11 +54,17 @@ def test_check_keeps_to_the_sites_own_floors(site, capsys):
 @pytest.mark.parametrize("notice", ["open", "ask"])
 @pytest.mark.parametrize("buckets", [1, 3])
 def test_check_rehearses_a_kind_that_nobody_knows(site, capsys, notice, buckets):
-    chosen = [*SMALL, f"living.notice={notice}", f"discovery.max_buckets={buckets}", "alignment.max_experts=2"]
+    chosen = [
+        *SMALL,
+        f"living.notice={notice}",
+        "living.lessons=1",
+        f"discovery.max_buckets={buckets}",
+        "alignment.max_experts=2",
+    ]
     assert main(["site", "check", str(site()), "quickstart", *chosen, "--quiet"]) == 0
     shown = capsys.readouterr().out
     sent = {tuple(line.split()[:2]) for line in shown.splitlines()[8:]}
-    assert {("news", "came"), ("sign", "signatures"), ("grow", "router")} <= sent
+    assert {("news", "came"), ("sign", "signatures"), ("grow", "router"), ("lesson", "counts")} <= sent
     assert ("train", "router") not in sent, "a router that may grow rests in the rounds"
     assert "Add 3" not in shown
 
