@@ -283,8 +283,9 @@ class LivingConfig:
 class AttackConfig:
     """Hostile clients of a simulation, to see what a rule is worth (docs/trust.md); they follow from the seed."""
 
-    kind: Literal["none", "flip", "shout", "claim", "inflate", "labels", "bucket"] = setting(
+    kind: Literal["none", "absent", "flip", "shout", "claim", "inflate", "labels", "bucket"] = setting(
         "none",
+        "absent: no attack, they answer nothing at all, which is what a rule that leaves them out is held against; "
         "flip: the opposite of what was learned; shout: eight times the opposite; claim: the opposite, for all "
         "experts; inflate: the opposite, with a thousand times as many examples; labels: trained on other rows' "
         "answers; bucket: trained on one wrong answer to prompts of one kind, the first in the alphabet.",

@@ -8,7 +8,7 @@ from fedweave.data.hostile import hostile_clients
 from fedweave.federation.hostile import BOAST, boast
 from fedweave.federation.rounds import one_round
 from fedweave.methods import build_method
-from tests.federations import changed, make_engine
+from tests.federations import changed, make_engine, run
 from tests.helpers import events
 
 pytestmark = pytest.mark.usefixtures("smooth_optimiser")
@@ -89,3 +89,17 @@ def test_quarantine_may_begin_and_end_when_a_run_is_resumed(tmp_path, small, say
     (liar,) = rounds[1]["quarantined"]
     assert [liar in event["participants"] for event in rounds] == [True, True, False, True, False]
     assert f"round 2: {liar} in quarantine" in says("watch", tmp_path / "run", "--once")
+
+
+def test_who_is_absent_is_as_if_it_were_not_there(config, backbone):
+    plain = changed(config, data={"clients": 5}, training={"rounds": 1, "local_steps": 2})
+    absent = changed(plain, attack={"kind": "absent", "clients": 0.2})
+    (gone,) = hostile_clients(absent)
+    engine = make_engine(absent, backbone)
+    _, found = run(absent, engine)
+    assert gone not in [client.index for client in engine.members]
+    without = make_engine(plain, backbone)
+    del without.members[gone]
+    _, wanted = run(plain, without)
+    torch.testing.assert_close(found.theta, wanted.theta)
+    torch.testing.assert_close(found.phi, wanted.phi)

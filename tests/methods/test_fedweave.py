@@ -1,21 +1,25 @@
 """FedWeave's promises: it never sees a label, and a round is what the equations say."""
 
 import dataclasses
+from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
 
+from fedweave.aggregation.robust import Standing
 from fedweave.backbone.prompts import Encoded
 from fedweave.config import from_tree
 from fedweave.federation import compute as computes
+from fedweave.federation.admission import Receipts
 from fedweave.federation.client import Client
 from fedweave.federation.rounds import federate, sample_clients
 from fedweave.methods import METHODS, build_method
+from fedweave.methods.warm_start import warm_up_router
 from fedweave.settings import to_tree
 from fedweave.training.batch import ClientData
 from fedweave.training.lockstep import LockstepTrainer
-from tests.federations import make_engine, run
+from tests.federations import changed, make_engine, run
 
 
 def test_labels_never_reach_the_method(config, backbone):
@@ -129,6 +133,30 @@ def test_one_pattern_everywhere_still_trains(config, backbone):
     state, final = run(config, engine)
     assert [len(c.buckets) for c in engine.members] == [1, 1] and state.layout.experts == 1
     assert np.isfinite(final.theta.numpy()).all()
+
+
+def test_the_router_starts_over_without_those_whom_round_1_has_shown(config, backbone):
+    """They taught it before anybody could know."""
+    wary = changed(config, federation={"rule": "agreement"}, data={"clients": 5, "train": 30})
+    engine, method = make_engine(wary, backbone), build_method(wary)
+    state = replace(method.prepare(engine), standing={})
+    liar = engine.members[1]
+    standing = {member.name: -1.0 if member is liar else 1.0 for member in engine.members}
+    shown = replace(state, phi=state.phi + 9.0, standing=standing, norms={"router": [1e-9]})
+    asked = dict(engine.answered[liar.name])
+    again = method.reconsider(engine, state, shown)
+    assert engine.answered[liar.name] == asked, "it is not asked"
+    assert again.norms == {} and torch.equal(again.theta, shown.theta) and again.standing == shown.standing
+    engine.members.remove(liar)
+    nobody, router = Standing(engine.members, wary), state.router.trained
+    first = router.initial(wary.seed + 1)
+    alone = warm_up_router(engine, method.warm, router, first, Receipts(), nobody, known=True)
+    engine.detach()
+    torch.testing.assert_close(again.phi[0, : router.size], alone)
+    assert torch.equal(again.phi[:, router.size :], shown.phi[:, router.size :]), "what is familiar stays so"
+    assert method.reconsider(engine, shown, shown) is shown, "where the warm start did without it there is no need"
+    trusting = build_method(changed(wary, federation={"rule": "clip"}))
+    assert trusting.reconsider(engine, state, shown) is shown
 
 
 def test_every_method_has_a_summary():

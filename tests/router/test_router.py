@@ -108,11 +108,12 @@ def test_a_client_does_not_unlearn_experts_that_it_has_no_example_of():
         ([[0], [1], [2]], "all"),
         ([[0, 1], [2], [2, 0]], "own"),
         ([[0, 1, 2, -1], [-1], []], "own"),  # buckets that were kept apart, a client without any
+        ([[0, 2], [2]], "own"),  # 1 is an expert of nobody
     ],
 )
 def test_clients_contrast_their_own_experts_where_that_links_all(assignments, found):
-    assert contrast_of(assignments, 3) == found
-    assert contrast_of(assignments, 3, "all") == "all" and contrast_of(assignments, 3, "own") == "own"
+    assert contrast_of(assignments) == found
+    assert contrast_of(assignments, "all") == "all" and contrast_of(assignments, "own") == "own"
 
 
 def test_clients_that_warm_up_together_do_as_each_would_alone():

@@ -9,7 +9,17 @@ from fedweave.aggregation.robust import FOR_STRANGERS, RULES, chosen_rule
 from fedweave.compare.grid import Cell
 from fedweave.schema import Summary
 
-KINDS = ("none", "flip", "shout", "claim", "inflate", "labels", "bucket")  # of attacks, as the config lists them
+KINDS = (
+    "none",
+    "absent",
+    "flip",
+    "shout",
+    "claim",
+    "inflate",
+    "labels",
+    "bucket",
+)  # of attacks, as the config lists them
+NO_ATTACK = ("none", "absent")
 # hostile clients, the most by which they may move the macro loss, and under which rule; none: the best
 BARS = ((0.05, 0.02, FOR_STRANGERS), (0.3, 0.05, ""))
 _MOST_TASKS = 12  # of a table
@@ -19,7 +29,8 @@ Case = tuple[float, str, str]  # share of hostile clients, attack, rule
 
 def attack_table(finished: Sequence[tuple[Cell, Summary]]) -> str:
     """Markdown: the worst that any attack of a size does to a rule, and what every attack does to every task. Each
-    is held against honest clients with the same rule and the same seeds. Nothing where nobody attacks."""
+    is held against honest clients with the same rule and the same seeds, and against a federation without the
+    hostile ones, since a rule that leaves them out can do no better. Nothing where nobody attacks."""
     found: dict[Case, Losses] = {}
     for cell, summary in finished:
         if last := summary["test"].get("last"):  # what a validation set of the server's own would not have avoided
@@ -28,12 +39,13 @@ def attack_table(finished: Sequence[tuple[Cell, Summary]]) -> str:
             found.setdefault((share, attack.kind, _rule(cell)), {})[summary["seed"]] = last["loss"][last["used"]]
     honest = {rule: losses for (_, kind, rule), losses in found.items() if kind == "none"}
     cases = sorted(found, key=lambda case: (case[0], KINDS.index(case[1]), _place(case[2])))
-    attacked = [case for case in cases if case[1] != "none" and case[2] in honest]
+    attacked = [case for case in cases if case[1] not in NO_ATTACK and case[2] in honest]
     if not attacked:
         return ""
     default = FOR_STRANGERS if FOR_STRANGERS in honest else next(iter(honest))
     moved = {case: _moves(found[case], honest[case[2]]) for case in attacked}
     costs = {case: _moves(found[case], honest[default]) for case in cases}
+    beyond = {case: _moves(found[case], _absent(found, case, default)) for case in attacked}
     tasks = list(next(iter(next(iter(honest.values())).values())))
     tasks = tasks if len(tasks) <= 1 + _MOST_TASKS else ["macro"]
     worst: dict[tuple[float, str], Case] = {}
@@ -42,20 +54,21 @@ def attack_table(finished: Sequence[tuple[Cell, Summary]]) -> str:
     lines = [f"{TITLE} {default} is what sites have unless they say otherwise.", "", *_HEAD]
     for share, rule in sorted(worst, key=lambda row: (row[0], _place(row[1]))):
         case = worst[share, rule]
-        figures = [_shown(moved.get(case, {}), "macro"), _shown(costs[case], "macro")]
+        figures = [_shown(moves.get(case, {}), "macro") for moves in (moved, beyond, costs)]
         lines.append(f"| {share:.0%} | {rule} | {case[1]} | {' | '.join(figures)} |")
-    lines += ["", "| the bar | at most | worst attack | met |", "|---|---:|---:|---|"]
+    lines += ["", "| the bar | at most | worst attack | without them | met |", "|---|---:|---:|---:|---|"]
     for share, most, named in BARS:
         rules = {rule: case for (size, rule), case in worst.items() if size == share and named in (rule, "")}
         if rules:
             rule = min(rules, key=lambda rule: _mean(moved[rules[rule]]))
             met = "yes" if _mean(moved[rules[rule]]) <= most else "**no**"
             title = f"{share:.0%} of the clients against {rule}, {'the default' if named else 'the best rule'}"
-            lines.append(f"| {title} | {most:+.1%} | {_shown(moved[rules[rule]], 'macro')} | {met} |")
+            figures = [_shown(moves[rules[rule]], "macro") for moves in (moved, beyond)]
+            lines.append(f"| {title} | {most:+.1%} | {' | '.join(figures)} | {met} |")
     lines += ["", "Every attack and every task, against honest clients with the same rule:", ""]
     lines += [f"| clients | attack | rule | {' | '.join(tasks)} |", f"|---|---|---|{'---:|' * len(tasks)}"]
-    for share, kind, rule in attacked:
-        figures = [_shown(moved[share, kind, rule], task) for task in tasks]
+    for share, kind, rule in [case for case in cases if case[1] != "none" and case[2] in honest]:
+        figures = [_shown(_moves(found[share, kind, rule], honest[rule]), task) for task in tasks]
         lines.append(f"| {share:.0%} | {kind} | {rule} | {' | '.join(figures)} |")
     return "\n".join([*lines, ""])
 
@@ -94,9 +107,15 @@ def private_table(finished: Sequence[tuple[Cell, Summary]]) -> str:
 
 TITLE = "By how much hostile clients move the loss of the last round (± is the deviation over seeds)."
 _HEAD = [
-    "| clients | rule | worst attack | macro, same rule honest | macro, default honest |",
-    "|---|---|---|---:|---:|",
+    "| clients | rule | worst attack | macro, same rule honest | without them | default honest |",
+    "|---|---|---|---:|---:|---:|",
 ]
+
+
+def _absent(found: Mapping[Case, Losses], case: Case, default: str) -> Losses:
+    """A federation without the hostile clients of a case: by its rule, or by the default."""
+    share, _, rule = case
+    return found.get((share, "absent", rule)) or found.get((share, "absent", default)) or {}
 
 
 def _rule(cell: Cell) -> str:

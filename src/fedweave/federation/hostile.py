@@ -33,6 +33,10 @@ class Hostile:
         turned = {name: FACTORS[self.kind] * values for name, values in answer.parts.items()}
         return replace(answer, parts=_within(step, asked, answer, turned))
 
+    def speaks(self, client: Client) -> bool:
+        """absent: it answers nothing, so that the others do without it and its rows."""
+        return self.kind != "absent" or client.index not in self.clients
+
     def sent(self, step: Reply, client: Client, message: Message) -> Message:
         """claim: a message that speaks for every expert, with all examples; to those that it has nothing for it
         does what it does to one of its own."""

@@ -139,6 +139,11 @@ class Method(ABC):
         """Client side: rows that wait get a bucket. Unless a method says otherwise, one that is there."""
         into_the_nearest(client)
 
+    def reconsider(self, engine: Engine, before: ServerState, after: ServerState) -> ServerState:
+        """After round 1: what was learned before it from clients that it has shown to be hostile is learned anew.
+        Unless a method says otherwise there is nothing of the kind."""
+        return after
+
     # ---------------------------------------------------------------------------------- client side
 
     def form_buckets(self, compute: Compute, clients: Sequence[Client]) -> list[Buckets]:

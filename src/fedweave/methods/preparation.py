@@ -11,7 +11,15 @@ from typing import Any
 import numpy as np
 import torch
 
-from fedweave.aggregation.robust import Standing, believed, client_average, streams, usual_length
+from fedweave.aggregation.robust import (
+    Standing,
+    believed,
+    chosen_rule,
+    client_average,
+    left_out,
+    streams,
+    usual_length,
+)  # fmt: skip
 from fedweave.alignment.align import (
     Alignment,
     align,
@@ -131,6 +139,24 @@ class Aligned(Method):
             layout, router, theta.to(engine.device), phi[None], signatures=means, standing=standing.evidence,
             report=report,
         )  # fmt: skip
+
+    def reconsider(self, engine: Engine, before: ServerState, after: ServerState) -> ServerState:
+        """The router starts over without those whom only the experts' first updates have shown to be hostile. Its
+        warm start asks few clients, no two of which need have the same experts: it cannot tell by itself."""
+        private = self.config.privacy.level != "none"  # a second time is not paid for
+        if self.warm is None or after.router is None or after.phi is None or private:
+            return after
+        new = {*left_out(after.standing, self.config.federation.hostile)}
+        if chosen_rule(self.config) != "agreement" or new <= {
+            *left_out(before.standing, self.config.federation.hostile)
+        }:
+            return after
+        engine.console.say("the router starts over without those who count nothing")
+        router, standing = after.router.trained, Standing(engine.members, self.config, after.standing)
+        phi = router.initial(self.config.seed + 1).to(after.phi)
+        phi = warm_up_router(engine, self.warm, router, phi, Receipts(), standing, known=True)
+        phi = torch.cat([phi, after.phi[0, router.size :]])[None]
+        return replace(after, phi=phi, norms={})  # where prompts went astray experts hardly moved
 
     def continued(self, engine: Engine, start: RoutedExperts) -> ServerState:
         """``init=BUNDLE``: buckets are found as ever; each goes to the expert that the given router prefers for its

@@ -12,6 +12,7 @@ are linked by no chain of clients, everybody learns over all.
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 import torch
@@ -101,18 +102,18 @@ def warm_up_router(
     phi: torch.Tensor,
     receipts: Receipts,
     standing: Standing,
+    known: bool = False,
 ) -> torch.Tensor:
-    """φ⁰ [Q]: local steps and a sample-weighted average, a few times over; as it came where it is switched off."""
+    """φ⁰ [Q]: local steps and a sample-weighted average, a few times over; as it came where it is switched off.
+    ``known`` says that standing is known from better evidence than that of routers, and is not to change."""
     settings = step.config.router.warm_start
     if not settings.enabled or router.experts < 2:
         return phi
-    contrast = contrast_of([member.assignment for member in engine.members], router.experts, settings.contrast)
-    # who can tell something apart
-    pupils = [m for m in engine.members if contrast == "all" or len(set(m.assignment)) > 1]
-    if step.config.federation.secure_aggregation and len(pupils) < 3:  # of so few no sum is opened
-        contrast, pupils = "all", list(engine.members)
-    progress = engine.console.progress("router warm start", settings.rounds * len(pupils), "client rounds")
+    progress = engine.console.progress("router warm start", settings.rounds, "averages")
     for t in range(settings.rounds):
+        contrast, pupils = _class(engine, step.config, standing)
+        if known:
+            pupils = [member for member in pupils if member.index in standing]
         question = Message({"phi": phi}, {"t": t, "contrast": contrast, **router_facts(router)})
         average, heard = (
             client_average(router.size, phi.device, step.config, standing),
@@ -120,11 +121,25 @@ def warm_up_router(
         )
         for member, (delta, samples) in engine.ask(step, pupils, question, heard):
             average.add(delta, samples, member.index)
-            progress.advance()
-        standing.hear([average])
+        if not known:
+            standing.hear([average])
         phi = phi + average.step()
+        progress.advance()
     progress.close()
     return phi
+
+
+def _class(engine: Engine, config: Config, standing: Standing) -> tuple[str, list[Any]]:
+    """(contrast, who learns). Who counts nothing links no experts: what only hostile clients tell apart nobody
+    would learn. An expert that nobody else has needs no link."""
+    asked = config.router.warm_start.contrast
+    believed = [member.assignment for member in engine.members if member.index in standing]
+    contrast = contrast_of(believed, asked)
+    # who can tell something apart
+    pupils = [m for m in engine.members if contrast == "all" or len(set(m.assignment)) > 1]
+    if config.federation.secure_aggregation and len(pupils) < 3:  # of so few no sum is opened
+        return "all", list(engine.members)
+    return contrast, pupils
 
 
 @dataclass
@@ -147,11 +162,12 @@ def lessons(clients: Sequence[Client], *key: int | str) -> list[LabelledFeatures
     return taught
 
 
-def contrast_of(assignments: Sequence[Sequence[int]], experts: int, asked: str = "auto") -> str:
-    """Over which experts clients learn: own where clients with several link every expert to every other, or all."""
+def contrast_of(assignments: Sequence[Sequence[int]], asked: str = "auto") -> str:
+    """Over which experts clients learn: own where clients with several link every expert that one of them has to
+    every other, or all."""
     if asked != "auto":
         return asked
-    linked = [{m} for m in range(experts)]
+    linked = [{m} for m in sorted({m for own in assignments for m in own if m >= 0})]
     for own in map(set, assignments):
         if touched := [group for group in linked if group & own]:
             linked = [group for group in linked if not group & own] + [set().union(*touched)]

@@ -47,6 +47,8 @@ class InProcessEngine(Engine):
 
     def answers(self, step: Reply, asked: Sequence[Asked], question: Message) -> Iterator[tuple[Client, Message]]:
         assert isinstance(step, Step)
+        if (hostile := self.exit.hostile) is not None:
+            asked = [one for one in asked if hostile.speaks(one.member)]  # type: ignore[arg-type]
         together = step.together or max(1, len(asked))
         for start in range(0, len(asked), together):
             group = asked[start : start + together]
