@@ -155,8 +155,12 @@ def test_the_router_starts_over_without_those_whom_round_1_has_shown(config, bac
     torch.testing.assert_close(again.phi[0, : router.size], alone)
     assert torch.equal(again.phi[:, router.size :], shown.phi[:, router.size :]), "what is familiar stays so"
     assert method.reconsider(engine, shown, shown) is shown, "where the warm start did without it there is no need"
-    trusting = build_method(changed(wary, federation={"rule": "clip"}))
-    assert trusting.reconsider(engine, state, shown) is shown
+    for other in (
+        {"federation": {"rule": "clip"}},
+        {"router": {"warm_start": {"enabled": False}}},
+        {"init": "bundle"},
+    ):
+        assert build_method(changed(wary, **other)).reconsider(engine, state, shown) is shown
 
 
 def test_every_method_has_a_summary():

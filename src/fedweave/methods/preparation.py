@@ -143,17 +143,17 @@ class Aligned(Method):
     def reconsider(self, engine: Engine, before: ServerState, after: ServerState) -> ServerState:
         """The router starts over without those whom only the experts' first updates have shown to be hostile. Its
         warm start asks few clients, no two of which need have the same experts: it cannot tell by itself."""
-        private = self.config.privacy.level != "none"  # a second time is not paid for
-        if self.warm is None or after.router is None or after.phi is None or private:
+        config, most = self.config, self.config.federation.hostile
+        warmed = self.warm is not None and config.router.warm_start.enabled and config.init is None
+        private = config.privacy.level != "none"  # a second time is not paid for
+        if not warmed or private or chosen_rule(config) != "agreement":
             return after
-        new = {*left_out(after.standing, self.config.federation.hostile)}
-        if chosen_rule(self.config) != "agreement" or new <= {
-            *left_out(before.standing, self.config.federation.hostile)
-        }:
+        if {*left_out(after.standing, most)} <= {*left_out(before.standing, most)}:
             return after
+        assert self.warm is not None and after.router is not None and after.phi is not None
         engine.console.say("the router starts over without those who count nothing")
-        router, standing = after.router.trained, Standing(engine.members, self.config, after.standing)
-        phi = router.initial(self.config.seed + 1).to(after.phi)
+        router, standing = after.router.trained, Standing(engine.members, config, after.standing)
+        phi = router.initial(config.seed + 1).to(after.phi)
         phi = warm_up_router(engine, self.warm, router, phi, Receipts(), standing, known=True)
         phi = torch.cat([phi, after.phi[0, router.size :]])[None]
         return replace(after, phi=phi, norms={})  # where prompts went astray experts hardly moved
