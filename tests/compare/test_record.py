@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks.suite_picture import draw, leads
 from fedweave.cli import main
 from fedweave.compare import runner
 from fedweave.compare.grid import cells, load_comparison
@@ -180,3 +181,18 @@ def test_the_suites_first_cells_count_as_finished(tmp_path):
         suite = cells(load_comparison("suite", ["data.path=x", f"backbone.model={model}"], None), tmp_path)
         found = [cell for cell in suite if record.find(cell)]
         assert len(found) >= 19 and sum(cell.config.seed == 45 for cell in found) >= 11
+
+
+def test_the_suites_picture_has_every_seed_that_both_methods_have(tmp_path):
+    def entry(method, seed, loss, unseen=None, model="tiny"):
+        tested = {"used": "soft", "loss": {"soft": {"macro": loss}, "sparse": {"macro": 9.0}}}
+        more = {"unseen": {"used": "soft", "loss": {"soft": {"macro": unseen}}}} if unseen else {}
+        return {"set": "natural", "method": method, "seed": seed, "model": model, "test": {"best": tested, **more}}
+
+    pairs = [entry("fedit", 1, 2.0, 4.0), entry("fedweave", 1, 1.8, 4.2), entry("fedweave", 2, 1.0)]
+    cells = dict(enumerate([*pairs, entry("fedit", 2, 5.0, model="other")]))
+    assert leads(cells, "Tiny") == {"natural": {1: pytest.approx(-0.1)}, "unseen": {1: pytest.approx(0.05)}}
+    (tmp_path / "suite.json").write_text(json.dumps({"cells": cells}))
+    draw(tmp_path / "suite.json", tmp_path / "suite.svg", "tiny")
+    picture = (tmp_path / "suite.svg").read_text()
+    assert "−10.0 %" in picture and "+5.0 %" in picture and "freely worded" not in picture
