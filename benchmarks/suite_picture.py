@@ -1,7 +1,7 @@
 """The suite as a picture: python -m benchmarks.suite_picture docs/results/suite.json docs/suite.svg
 
-A dot for every seed: by how much FedWeave's test loss, with one active expert, lies above FedIT's on the same data; a
-line for the mean of each set. To the left of 0 FedWeave is better.
+A dot for every seed: by how much FedWeave's test loss, with one active expert, lies above FedIT's on the same data.
+Lines are means. To the left of 0 FedWeave is better.
 """
 
 from __future__ import annotations
