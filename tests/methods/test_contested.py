@@ -25,7 +25,7 @@ def sends_all_to(expert: int, router: RouterLayout, phi: torch.Tensor) -> torch.
 
 
 def prepared(config, backbone, monkeypatch, winner: int):
-    """After alignment into expert 0 (first buckets of three clients), 1 (of two), 2 (all other buckets), and a first
+    """After alignment into expert 0 (first buckets of three clients), 1 (of two), 2 (all others), and a first
     warm start whose router sends every prompt to one of them."""
     engine, method = make_engine(config, backbone), build_method(config)
     asked, real = [], preparation.warm_up_router
@@ -66,7 +66,7 @@ def test_where_the_router_asks_the_expert_of_most_the_other_closes_all_the_same(
 
 def test_nobody_votes_for_the_experts_of_others(wary, backbone, monkeypatch):
     """Who lies about where its prompts go can close its own expert at most."""
-    engine, method, state, _ = prepared(wary, backbone, monkeypatch, winner=2)
+    engine, method, _, _ = prepared(wary, backbone, monkeypatch, winner=2)
     liars = [client for client in engine.members if client.index in FEW]
     router = RouterLayout(engine.width, 8, 2)
     for client in engine.members:
