@@ -5,7 +5,8 @@ expert of their own, on which they agree with each other, and to which of the tw
 chance: hostile ones would answer for everybody. So where the rule leaves hostile clients out (``agreement``) one
 question after the warm start tells where the router sends every bucket. If it sends most clients' buckets of an
 expert to another, only one of the two will be asked; the other closes, and its buckets take no part. Each client
-has one vote, however many examples it says it has.
+has one vote, however many examples it says it has. A client with buckets of both has told them apart by prompts:
+with many such it is the router that is spoilt, and both stay.
 """
 
 from collections import Counter, defaultdict
@@ -41,14 +42,13 @@ def contested(
             sent[m][pick] += size
         for m, goes in sent.items():
             votes[m][goes.most_common(1)[0][0]] += 1
-    clients = Counter(m for member in engine.members for m in set(member.assignment))
-    closed = set()
+    owned = [set(member.assignment) for member in engine.members]
+    clients, closed = Counter(m for own in owned for m in own), set()
     for m, said in votes.items():
         pick, agreed = said.most_common(1)[0]
-        if pick != m and 2 * agreed > said.total():
-            closed.add(
-                min(m, pick, key=lambda one: (clients[one], one == pick))
-            )  # alike: the one that is asked stays
+        both = sum({m, pick} <= own for own in owned)
+        if pick != m and 2 * agreed > said.total() and 2 * both < min(clients[m], clients[pick]):
+            closed.add(m if clients[m] <= clients[pick] else pick)  # of two alike the one that is asked stays
     return sorted(closed)
 
 
