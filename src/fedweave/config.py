@@ -161,6 +161,11 @@ class FederationConfig:
         low=0.0,
         high=0.49,
     )
+    contested: Literal["keep", "close"] = setting(
+        "keep",
+        "rule=agreement: of two experts whose prompts the router cannot tell apart, keep both, or close the one that "
+        "fewer clients have; its buckets then take no part.",
+    )
     max_share: float | Literal["auto"] = setting(
         "auto",
         "Most that one client counts in an expert or in the router, as a share; auto is a fifth over sites, whose "

@@ -132,7 +132,7 @@ def measure_contamination(subject: Subject) -> ContaminationReport:
     """χ_m, its parts and its client-level counterparts, for every kept round."""
     matched, held = matching(subject)
     dominant = held.argmax(1)
-    owner = np.array([client.index for client, _ in subject.units])
+    owner = np.repeat(np.arange(len(subject.clients)), [len(client.buckets) for client in subject.clients])
     mixtures = np.stack([subject.mixture(client) for client in subject.clients])
     aligned = np.zeros((len(subject.clients), subject.state.layout.experts))
     np.add.at(aligned, (owner, subject.anchor), held.sum(1))

@@ -1,6 +1,6 @@
 """A finished (or stopped) run loaded again for diagnosis: its data, its kept states, its labels if it has any."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 
@@ -42,9 +42,10 @@ class Subject:
     def state(self) -> ServerState:
         return self.states[self.round]
 
-    @property
+    @cached_property
     def clients(self) -> list[Client]:
-        return list(self.workspace.engine.members)
+        """Those that train, without buckets that no expert serves."""
+        return [_served(client) for client in self.workspace.engine.members if client.takes_part]
 
     # ---------------------------------------------------------------------------------- patterns
 
@@ -60,8 +61,12 @@ class Subject:
     @cached_property
     def pattern(self) -> dict[int, np.ndarray]:
         """[n] pattern numbers of every client, by its index."""
-        labels = self.workspace.client_labels
-        return {c.index: np.array([self.patterns.index(x) for x in labels[c.index]]) for c in self.clients}
+        labels, found = self.workspace.client_labels, {}
+        for client in self.workspace.engine.members:
+            if client.takes_part:
+                own = np.array([self.patterns.index(x) for x in labels[client.index]])
+                found[client.index] = own[client.rows] if -1 in client.assignment else own
+        return found
 
     def mixture(self, client: Client, members: np.ndarray | None = None) -> np.ndarray:
         """How many examples of every pattern a client (or a bucket of it) holds, [K]."""
@@ -125,6 +130,18 @@ class Subject:
         with torch.no_grad():
             phi = self.phi(client, state)
             return state.router.trained.route(phi, client.data.features.to(phi)).double().cpu().numpy()
+
+
+def _served(client: Client) -> Client:
+    """The client with the rows alone that have an expert."""
+    if -1 not in client.assignment:
+        return client
+    place = np.full(len(client.data), -1)
+    place[client.rows] = np.arange(len(client.rows))
+    return replace(
+        client, data=client.data.part(client.rows), buckets=[place[bucket] for bucket in client.served],
+        assignment=[m for m in client.assignment if m >= 0],
+    )  # fmt: skip
 
 
 _MINUTE = {"cpu": 2.5e12, "cuda": 5e15}  # FLOP that leave room for loading; two cores do 1e11 a second

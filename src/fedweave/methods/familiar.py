@@ -251,8 +251,9 @@ class Familiarity:
     ) -> tuple[RouterLayout, torch.Tensor]:
         """(router, φ [Q]) that know familiar prompts; as they came where there are too few prompts to tell."""
         heard = Receipts(bytes_up=receipts.bytes_up)
-        part = believed({member.index: len(member) for member in engine.members}, self.config)
-        replies = engine.ask(self.moments, engine.members, Message(), heard)
+        members = [member for member in engine.members if member.takes_part]
+        part = believed({member.index: len(member) for member in members}, self.config)
+        replies = engine.ask(self.moments, members, Message(), heard)
         told = ((part.get(member.index, 1.0), moments) for member, moments in replies)
         if (total := together(told)) is None:
             return router, phi
@@ -271,7 +272,7 @@ class Familiarity:
         question = Message(spanned(halves), {"mean_far": far})
         counts, heard = torch.zeros(_BINS), Receipts(bytes_up=receipts.bytes_up)
         asked, own = familiar_share(self.config), []
-        for member, found in engine.ask(self.distances, engine.members, question, heard):
+        for member, found in engine.ask(self.distances, members, question, heard):
             own += [reach(found, asked)] if found.any() else []
             counts += part.get(member.index, 1.0) * found
         if not counts.any():  # nobody has said how far out familiar prompts lie: all are

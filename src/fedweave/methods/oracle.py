@@ -75,7 +75,8 @@ class Oracle(FedWeave):
         super().__init__(config)
         self.discover = DiscoverLabels(self)
         self.start = StartExperts(self.discover) if config.experts.start == "warmup" else None
-        self.relabel, self.familiar, self.trains_router = None, None, False
+        self.contest = self.relabel = self.familiar = None
+        self.trains_router = False
 
     def group(self, compute: Compute, client: Client) -> None:
         """It is told: every kind is a bucket, and has its expert from the beginning."""

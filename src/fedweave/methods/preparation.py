@@ -41,6 +41,7 @@ from fedweave.federation.message import Message
 from fedweave.federation.method import Method, Payload, Sizes
 from fedweave.federation.state import ServerState
 from fedweave.federation.steps import Step
+from fedweave.methods.contested import close, contested
 from fedweave.methods.familiar import Familiarity
 from fedweave.methods.prototypes import Discover, Prototypes, Start, StartExperts, first_adapter
 from fedweave.methods.relabel import Relabel, relabel
@@ -54,8 +55,8 @@ _SHOWN_PROTOTYPES = 512  # more distances than that are nothing to read, and a l
 
 class Aligned(Method):
     """A method whose experts are aligned over clients. Without ``start`` experts begin at zero, without ``warm``
-    the router at random, without ``relabel`` examples keep their buckets' experts, and without ``familiar`` every
-    prompt gets an expert."""
+    the router at random, without ``contest`` all experts stay, without ``relabel`` examples keep their buckets'
+    experts, and without ``familiar`` every prompt gets an expert."""
 
     discovers = True
     shared_rank = 0  # of a part that all experts share
@@ -65,13 +66,15 @@ class Aligned(Method):
         self.discover = Discover(self)
         self.start: StartExperts | None = StartExperts(self.discover)
         self.warm: WarmRouter | None = None
+        self.contest: Relabel | None = None
         self.relabel: Relabel | None = None
         self.familiar: Familiarity | None = None
         self.align: Align = align
 
     def steps(self) -> list[Step]:
         known: list[Step] = [self.familiar.moments, self.familiar.distances] if self.familiar else []
-        asked: list[Step | None] = [self.discover, self.start, self.warm, self.relabel, *known, *super().steps()]
+        asked: list[Step | None] = [self.discover, self.start, self.warm, self.contest, self.relabel, *known]
+        asked += super().steps()
         return [step for step in asked if step is not None]
 
     def prepare(self, engine: Engine, start: RoutedExperts | None = None) -> ServerState:
@@ -103,19 +106,27 @@ class Aligned(Method):
         phi = router.initial(config.seed + 1).to(engine.device)
         if self.warm is not None:
             phi = warm_up_router(engine, self.warm, router, phi, warmed, standing)
+        down = 4 * router.size * config.router.warm_start.rounds
+        if self.contest is not None and (closed := contested(engine, self.contest, router, phi, warmed)):
+            layout, theta = narrowed(layout, theta, close(engine, closed, layout.experts))
+            router, standing = replace(router, experts=layout.experts), Standing(engine.members, config)
+            phi = router.initial(config.seed + 1).to(engine.device)
+            if self.warm is not None:  # without what they taught it
+                phi = warm_up_router(engine, self.warm, router, phi, warmed, standing)
+            down += 4 * router.size * config.router.warm_start.rounds
+            assigned = [m for member in engine.members for m in member.assignment]
+            report |= {"experts": layout.experts, "dropped_experts": closed, "prototype_labels": assigned}
         if self.relabel is not None:
             router, phi, told = relabel(engine, self.relabel, router, phi, warmed)
             own = [m for m in range(layout.experts) if m not in told["dropped_experts"]]
-            narrow = engine.layout(layout.rank, router.experts, shared)
-            experts = layout.unstack(theta)
-            theta = narrow.stack([experts[m] for m in own], theta[layout.expert_of_column == layout.experts])
-            layout, assigned = narrow, [m for member in engine.members for m in member.assignment]
+            layout, theta = narrowed(layout, theta, own)
+            assigned = [m for member in engine.members for m in member.assignment]
             report |= told | {"experts": layout.experts, "prototypes": len(assigned), "prototype_labels": assigned}
+            down = 4 * router.size * config.router.warm_start.rounds
             here = np.isin(whose, [member.index for member in engine.members])  # who was silent takes no part
             distance, blocks = distance[np.ix_(here, here)], [block[here] for block in blocks]
         shown = distance.astype(float).round(6).tolist() if len(distance) <= _SHOWN_PROTOTYPES else None
         report["signature_distance"] = shown
-        down = 4 * router.size * config.router.warm_start.rounds
         if self.familiar is not None:
             router, phi = self.familiar.learn(engine, router, phi, warmed)
             down += 4 * 2 * router.width * (router.axes + 2)  # what each half of the prompts spans
@@ -127,7 +138,9 @@ class Aligned(Method):
         report["preparation_bytes"] = preparation_bytes(engine.members, (heard, 0), (started, 0), (warmed, down))
         means = None
         if engine.grows or config.living.notice != "off":
-            asked, owners = config.federation.join_distance, report["prototype_labels"]
+            asked, served = config.federation.join_distance, np.array(report["prototype_labels"]) >= 0
+            owners = [m for m in report["prototype_labels"] if m >= 0]
+            distance, blocks = distance[np.ix_(served, served)], [block[served] for block in blocks]
             halfway = joining_limit(distance, owners)
             report["join_distance"] = halfway if asked == "auto" else asked
             report["halfway"] = halfway if np.isfinite(halfway) else 0.0
@@ -221,6 +234,12 @@ def assign(
         "experts": experts,
         "prototype_labels": labels,
     }
+
+
+def narrowed(layout: AdapterLayout, theta: torch.Tensor, kept: Sequence[int]) -> tuple[AdapterLayout, torch.Tensor]:
+    """The same experts without all others, and what they share; θ [P]."""
+    experts, narrow = layout.unstack(theta), layout.narrow(len(kept))
+    return narrow, narrow.stack([experts[m] for m in kept], theta[layout.expert_of_column == layout.experts])
 
 
 def start_experts(

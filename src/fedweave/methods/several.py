@@ -182,7 +182,7 @@ class FedRouter(FedWeave):
     def __init__(self, config: Config):
         super().__init__(config)
         self.discover = DiscoverCentroids(self, signed=False)
-        self.start = self.relabel = None
+        self.start = self.contest = self.relabel = None
         self.trains_router = False
 
     def steps(self) -> list:

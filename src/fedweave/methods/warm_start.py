@@ -136,7 +136,8 @@ def _class(engine: Engine, config: Config, standing: Standing) -> tuple[str, lis
     believed = [member.assignment for member in engine.members if member.index in standing]
     contrast = contrast_of(believed, asked)
     # who can tell something apart
-    pupils = [m for m in engine.members if contrast == "all" or len(set(m.assignment)) > 1]
+    own = [(member, {m for m in member.assignment if m >= 0}) for member in engine.members]
+    pupils = [member for member, experts in own if len(experts) > (contrast != "all")]
     if config.federation.secure_aggregation and len(pupils) < 3:  # of so few no sum is opened
         return "all", list(engine.members)
     return contrast, pupils
