@@ -163,8 +163,8 @@ class FederationConfig:
     )
     contested: Literal["keep", "close"] = setting(
         "keep",
-        "rule=agreement: of two experts whose prompts the router cannot tell apart, keep both, or close the one that "
-        "fewer clients have; its buckets then take no part.",
+        "rule=agreement: of two experts whose prompts the router cannot tell apart, keep both, or close the one "
+        "that fewer clients have; its buckets then take no part.",
     )
     max_share: float | Literal["auto"] = setting(
         "auto",
