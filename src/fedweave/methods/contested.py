@@ -5,8 +5,8 @@ expert of their own, on which they agree with each other, and to which of the tw
 chance: hostile ones would answer for everybody. With ``federation.contested=close``, where the rule leaves hostile
 clients out (``agreement``), one question after the warm start tells where the router sends every bucket. If it
 sends most clients' buckets of an expert to another, only one of the two will be asked; the other closes, and its
-buckets take no part. Each client has one vote, however many examples it says it has. A client with buckets of both has told
-them apart by prompts: with many such it is the router that is spoilt, and both stay.
+buckets take no part. Each client has one vote, however many examples it says it has. A client with buckets of both
+has told them apart by prompts: with many such it is the router that is spoilt, and both stay.
 """
 
 from collections import Counter, defaultdict
