@@ -9,16 +9,8 @@ from fedweave.aggregation.robust import FOR_STRANGERS, RULES, chosen_rule
 from fedweave.compare.grid import Cell
 from fedweave.schema import Summary
 
-KINDS = (
-    "none",
-    "absent",
-    "flip",
-    "shout",
-    "claim",
-    "inflate",
-    "labels",
-    "bucket",
-)  # of attacks, as the config lists them
+# of attacks, as the config lists them
+KINDS = ("none", "absent", "flip", "shout", "claim", "inflate", "labels", "bucket")
 NO_ATTACK = ("none", "absent")
 # hostile clients, the most by which they may move the macro loss, and under which rule; none: the best
 BARS = ((0.05, 0.02, FOR_STRANGERS), (0.3, 0.05, ""))
