@@ -9,7 +9,7 @@ from benchmarks.drift_noise import lines, wobble
 from benchmarks.drift_picture import ARMS, draw
 from fedweave.compare.bar import BAR, CONTROL, NOTICES, STILL, TOLD, UNAWARE, row_of
 from fedweave.compare.grid import cells, load_comparison
-from fedweave.compare.life import noticed
+from fedweave.compare.life import AROUND, SOON, noticed
 from fedweave.data.sample import make_sample
 
 
@@ -37,10 +37,12 @@ def test_an_opening_is_the_notice_of_one_kind_that_came_before_it(opened, late):
 
 def one_seed(late=1.0, without=0.0, opened=0.0, new=1.0, old=1.0, sent=1.0) -> dict[str, dict[str, float]]:
     """The figures of five arms, of which those of the arm that notices and of the control are given."""
-    loss, kept = "loss, new kinds after 5 rounds", "loss, kinds that stayed"
-    ours = {"new kinds without one": without, "rounds until noticed, at most": late, loss: new, kept: old}
+    kept = "loss, kinds that stayed"
+    ours = {"new kinds without one": without, "rounds until noticed, at most": late, kept: old}
+    losses = [name for name, _ in (SOON, AROUND)]
     return {
-        NOTICES: ours | {"bytes": sent}, CONTROL: {"experts opened": opened}, TOLD: {loss: 1.0},
+        NOTICES: ours | dict.fromkeys(losses, new) | {"bytes": sent}, CONTROL: {"experts opened": opened},
+        TOLD: dict.fromkeys(losses, 1.0),
         STILL: {kept: 1.0, "bytes": 1.0}, UNAWARE: {"bytes": 1.0},
     }  # fmt: skip
 
