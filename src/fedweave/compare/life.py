@@ -13,7 +13,7 @@ from fedweave.data.changes import new_kinds, vanishing_kinds
 from fedweave.runs.reading import read_run
 from fedweave.schema import Life, Summary
 
-# after how many rounds of training on a new kind its loss is told; over several, since one round's is chance in part
+# after how many rounds of training on a new kind its loss is told; as a mean over some, since one is chance in part
 SOON = "loss, new kinds after 5 rounds", range(5, 6)
 AROUND = "loss, new kinds after 3 to 7 rounds", range(3, 8)
 
