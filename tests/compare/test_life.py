@@ -91,7 +91,9 @@ def test_the_study_on_a_tiny_model(tmp_path, small, says):
     demands = [line.split(" | ") for line in table.splitlines() if any(f"| {x.title} |" in line for x in BAR)]
     assert len(demands) == len(BAR)
     # thirteen rounds are too short for two figures; all others are there
-    assert [" rounds," in cells[0] or "3 to 7" in cells[0] for cells in demands] == ["–" in cells for cells in demands]
+    assert [" rounds," in cells[0] or "3 to 7" in cells[0] for cells in demands] == [
+        "–" in cells for cells in demands
+    ]
     courses = json.loads((tmp_path / "drift" / "course.json").read_text())
     came = {c["title"]: sorted(c["came"].values()) for c in courses}
     assert came["drift, fedweave, open"] == [10, 12] and came["still, fedweave, open"] == []
