@@ -1,6 +1,7 @@
 """Comparisons: the grid, its tables, and what a crash or a broken cell costs."""
 
 import csv
+import shutil
 from types import SimpleNamespace
 
 import pytest
@@ -451,3 +452,21 @@ def test_a_method_is_held_against_every_other_one_seed_by_seed():
     assert fedit.count("0.157") == 2, "a bound is no test to be corrected for"
     assert "oracle † |" in text and "hard" not in text and "for the 1 tests" in text
     assert ours_table(runs, None) == "" == ours_table(runs[:3], "fedweave")
+
+
+def test_a_setting_that_no_name_tells_gets_a_run_of_its_own(tmp_path, quick):
+    """Names of folders tell the axes alone; what lies there is resumed only if it is the same run."""
+    asked = [*quick, "method=fedit,local-only", "evaluation.scores=false"]
+
+    def found(*more: str):
+        grid = cells(load_comparison("quickstart", [*asked, *more], None), tmp_path)
+        outcome = Runner({"one": grid}, Console(quiet=True)).run()["one"]
+        assert not outcome.failures
+        return [(cell.folder.name, summary["config"]["training"]["lr"]) for cell, summary in outcome.finished]
+
+    assert found("training.lr=0.001") == [("method-fedit", 0.001), ("method-local-only", 0.001)]
+    assert found("training.lr=0.002") == [("method-fedit (2)", 0.002), ("method-local-only (2)", 0.002)]
+    shutil.rmtree(tmp_path / "cells" / "method-local-only")
+    (tmp_path / "cells" / "method-fedit" / "summary.json").unlink()  # interrupted: resumed where it lies
+    assert found("training.lr=0.001") == [("method-fedit", 0.001), ("method-local-only", 0.001)]
+    assert len(list((tmp_path / "cells").glob("method-fedit*/config.yaml"))) == 2

@@ -8,6 +8,7 @@ setting of that method's cells alone; several values of an axis are those that i
 import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -38,7 +39,7 @@ class Comparison:
 class Cell:
     values: dict[str, object]  # axis -> value
     config: Config
-    folder: Path
+    folder: Path  # of its name; ``settle`` finds the one that it has or may have
 
     @property
     def title(self) -> str:
@@ -48,6 +49,15 @@ class Cell:
     def identity(self) -> str:
         """Two cells with the same one are the same run, wherever it is."""
         return _identity(to_tree(self.config))
+
+    def settle(self) -> None:
+        """Leave folders alone in which a run of another config lies: a name tells the axes, not every setting."""
+        name = self.folder.name
+        for number in count(2):
+            lies = self.folder / "config.yaml"
+            if not lies.is_file() or _identity(to_tree(load_config(lies))) == self.identity:
+                break
+            self.folder = self.folder.with_name(f"{name} ({number})")
 
     @property
     def finished(self) -> Summary | None:

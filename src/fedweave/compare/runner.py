@@ -128,6 +128,7 @@ class Runner:
         began, claim = time.monotonic(), cell.folder.with_name(f"{cell.folder.name}.claim")
         claim.mkdir(parents=True, exist_ok=True)
         with locked(claim) if world() is None else nullcontext():  # processes of one run share its cells' clients
+            cell.settle()
             if (found := cell.finished) is not None:  # between the look and the lock
                 summary: Summary | None = found
             elif (cell.folder / "config.yaml").is_file():
@@ -142,5 +143,6 @@ class Runner:
 
 def _here(cell: Cell) -> Known | None:
     """A cell that has finished on this machine."""
+    cell.settle()
     found = cell.finished
     return None if found is None else (cell.folder, with_life(found, cell))
