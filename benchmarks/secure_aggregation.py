@@ -18,6 +18,7 @@ import time
 from pathlib import Path
 
 import numpy as np
+import torch
 
 from fedweave.config import load_config
 from fedweave.console import Console
@@ -40,9 +41,9 @@ def measure(sites: int, numbers: int, away: int) -> dict:
         sealed[i] = party.share(keys)
         spent["keys_and_shares"][i] = time.perf_counter() - clock
     alive = list(range(sites - away))
-    total, exact = np.zeros(numbers, dtype=np.uint64), np.zeros(numbers)
+    total, exact = torch.zeros(numbers, dtype=torch.int64), torch.zeros(numbers, dtype=torch.float64)
     for i in alive:
-        values = rng.normal(size=numbers)
+        values = torch.from_numpy(rng.normal(size=numbers))
         clock = time.perf_counter()
         sent = parties[i].hide(encode(values, sites), {v: sealed[v][i] for v in range(sites)})
         spent["masks"][i] = time.perf_counter() - clock
@@ -61,7 +62,7 @@ def measure(sites: int, numbers: int, away: int) -> dict:
         "all_in_one_process_s": round(time.perf_counter() - started, 2),
         "bytes_up": 8 * numbers + masking.KEYS + sites * (masking.SEALED + masking.SHARE),
         "bytes_up_plain": 4 * numbers,
-        "off_by": float(np.abs(found - exact).max()),
+        "off_by": float((found - exact).abs().max()),
         "stated": len(alive) * masking.STEP / 2,
     }  # fmt: skip
 

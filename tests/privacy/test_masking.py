@@ -2,6 +2,7 @@
 
 import numpy as np
 import pytest
+import torch
 
 from fedweave.errors import UserError
 from fedweave.privacy import masking
@@ -15,7 +16,7 @@ class Sum:
 
     def __init__(self, n: int, size: int = 50):
         rng = np.random.default_rng(n)
-        self.values = {i: rng.normal(size=size) * 10.0 ** rng.integers(-4, 5) for i in range(n)}
+        self.values = {i: torch.from_numpy(rng.normal(size=size) * 10.0 ** rng.integers(-4, 5)) for i in range(n)}
         self.parties = {i: Party(i) for i in range(n)}
         self.keys = {i: party.public() for i, party in self.parties.items()}
 
@@ -43,13 +44,13 @@ def test_the_sum_is_exact_to_its_stated_error_whoever_drops_out_when(n, no_share
     mates = [i for i in range(n) if i not in no_shares]
     boxes = one.share(mates)
     alive = [i for i in mates if i not in no_answer]
-    total = np.zeros(50, dtype=np.uint64)
+    total = torch.zeros(50, dtype=torch.int64)
     for i in alive:
         total = total + one.hide(i, boxes)
     told = {i: one.parties[i].tell(alive, no_answer) for i in alive if i not in no_last_word}
     found = decode(unmask(total, {i: one.keys[i] for i in mates}, alive, told))
-    expected = np.sum([one.values[i] for i in alive], axis=0)
-    assert np.abs(found - expected).max() <= len(alive) * masking.STEP / 2 + 1e-12 * np.abs(expected).max()
+    expected = torch.stack([one.values[i] for i in alive]).sum(0)
+    assert (found - expected).abs().max() <= len(alive) * masking.STEP / 2 + 1e-12 * expected.abs().max()
 
 
 def test_a_masked_answer_looks_like_chance_and_the_same_twice_does_not_look_the_same():
@@ -58,7 +59,7 @@ def test_a_masked_answer_looks_like_chance_and_the_same_twice_does_not_look_the_
         one = Sum(3, 20_000)
         one.values[0][:] = 0.0
         seen.append(one.hide(0, one.share([0, 1, 2])))
-    bits = np.unpackbits(np.stack(seen).view(np.uint8))
+    bits = np.unpackbits(torch.stack(seen).numpy().view(np.uint8))
     assert abs(bits.mean() - 0.5) < 0.005 and (seen[0] != seen[1]).all()
 
 
@@ -71,11 +72,11 @@ def test_fewer_shares_than_the_threshold_do_not_open_a_secret():
 
 
 def test_fixed_point_is_off_by_half_a_step_and_refuses_what_it_cannot_hold():
-    values = np.random.default_rng(0).normal(size=1000) * 1e3
-    assert np.abs(decode(encode(values, 20)) - values).max() <= masking.STEP / 2
-    for bad in (np.array([np.nan]), np.array([np.inf]), np.array([masking.LIMIT / 19])):
+    values = torch.from_numpy(np.random.default_rng(0).normal(size=1000) * 1e3)
+    assert (decode(encode(values, 20)) - values).abs().max() <= masking.STEP / 2
+    for bad in (float("nan"), float("inf"), -float("inf"), masking.LIMIT / 19):
         with pytest.raises(UserError, match="which no masked sum can hold"):
-            encode(bad, 20)
+            encode(torch.tensor([0.0, bad, 1.0], dtype=torch.float64), 20)
 
 
 def test_a_client_tells_of_another_one_secret_and_never_both():
@@ -118,7 +119,7 @@ def test_shares_are_sealed_for_one_mate():
 def test_shares_that_do_not_fit_leave_the_sum_closed():
     one = Sum(5)
     boxes = one.share(range(5))
-    total = sum((one.hide(i, boxes) for i in range(4)), np.zeros(50, dtype=np.uint64))
+    total = sum((one.hide(i, boxes) for i in range(4)), torch.zeros(50, dtype=torch.int64))
     told = {i: one.parties[i].tell([0, 1, 2, 3], [4]) for i in range(4)}
     told[2] = {**told[2], 4: bytes(66)}
     with pytest.raises(UserError, match="do not fit together"):
@@ -128,7 +129,7 @@ def test_shares_that_do_not_fit_leave_the_sum_closed():
 def test_a_wrong_share_of_a_seed_leaves_the_sum_closed_too():
     one = Sum(3)
     boxes = one.share(range(3))
-    total = sum((one.hide(i, boxes) for i in range(3)), np.zeros(50, dtype=np.uint64))
+    total = sum((one.hide(i, boxes) for i in range(3)), torch.zeros(50, dtype=torch.int64))
     told = {i: one.parties[i].tell([0, 1, 2], []) for i in range(3)}
     told[1] = {**told[1], 0: bytes(66)}
     with pytest.raises(UserError, match="do not fit together"):

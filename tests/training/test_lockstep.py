@@ -253,6 +253,20 @@ def test_what_is_recorded_at_first_holds_the_rounds_to_come(monkeypatch, foresig
     assert (len(recorded) == 1) == foresight
 
 
+@pytest.mark.parametrize("foresight", [True, False])
+def test_groups_that_take_turns_are_recorded_once_for_all(monkeypatch, foresight):
+    """Each has other clients, with longer examples than the ones before."""
+    steps, recorded = GraphedSteps(lambda batch: None), []
+    monkeypatch.setattr(graphs, "build_batch", lambda *given: None)
+    monkeypatch.setattr(steps, "_record", lambda batches: recorded.append(steps._recordings.update(batches)))
+    lanes = sorted(uneven_lanes(0, 40), key=lambda lane: sum(len(row.ids) for row in lane.data.examples))
+    turns = [lanes[i : i + 8] for i in range(0, 40, 8)]
+    for turn in turns:
+        capacities = steps.prepare(turn, 0.0, torch.device("cpu"), turns if foresight else ())
+        assert all(a.holds(b) for a, b in zip(capacities, Capacity.of_steps(turn), strict=True))
+    assert (len(recorded) == 1) == foresight
+
+
 def test_foreseen_steps_are_these_again_or_paired_anew_with_other_examples():
     lanes = uneven_lanes(0)
     lanes[0].schedule[5:] = []  # it ends before the others

@@ -15,7 +15,6 @@ from abc import abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 import torch
 
 from fedweave.errors import UserError
@@ -117,18 +116,17 @@ def hidden(step: Summed, asked: Asked, client: Client, summands: Mapping[str, to
     facts, party = asked.question.facts, client.party
     if MASKED not in facts:
         raise Broken("the server asks for an answer without masks, where this federation has them")
+    device = next((given.device for given in summands.values()), torch.device("cpu"))
     vector = []
     for name, shape in step.totals(asked).items():
         given = summands.get(name)
-        vector.append(
-            np.zeros(math.prod(shape)) if given is None else given.detach().double().cpu().numpy().ravel()
-        )
+        told = torch.zeros(math.prod(shape), dtype=torch.float64) if given is None else given.detach().double()
+        vector.append(told.flatten().to(device))
     if isinstance(party, Open):
-        return torch.from_numpy(encode(np.concatenate(vector), len(party.keys)).view(np.int64))
+        return encode(torch.cat(vector), len(party.keys))
     party, column = _party(client), facts[MASKED].index(client.index)
     sealed = {v: _bytes(row[column]) for v, row in zip(facts[MASKED], asked.question.tensors["boxes"], strict=True)}
-    encoded = encode(np.concatenate(vector), len(party.keys))
-    return torch.from_numpy(party.hide(encoded, sealed).view(np.int64))
+    return party.hide(encode(torch.cat(vector), len(party.keys)), sealed)
 
 
 def _party(client: Client) -> Party:
@@ -232,13 +230,13 @@ def _read(
     question: Message,
     receipts: Receipts,
     clients: int,
-    total: Callable[[], np.ndarray],  # uint64 [n]; may find that the sum stays closed
+    total: Callable[[], torch.Tensor],  # int64 [n]; may find that the sum stays closed
 ) -> Iterator[tuple[Any, R]]:
     """The sum over so many clients, as the step reads it."""
     asked = Asked(member, question, engine.layers, engine.width)
     shapes = step.totals(asked)
     try:
-        opened = torch.from_numpy(decode(total()))
+        opened = decode(total())
         totals = dict(zip(shapes, opened.split([math.prod(shape) for shape in shapes.values()]), strict=True))
         reply = step.read_total(asked, {n: x.view(shapes[n]) for n, x in totals.items()}, clients)
     except (Refused, UserError, ValueError) as reason:  # shares are strangers' bytes
@@ -251,10 +249,10 @@ def _read(
 
 def _sum(
     engine: Engine, step: Summed, members: Sequence[Any], question: Message, receipts: Receipts
-) -> tuple[np.ndarray, list[int]]:
-    """(the sum of masked answers as a stream, uint64 [n], whose they are)"""
-    total, alive = np.zeros(1, dtype=np.uint64), []
+) -> tuple[torch.Tensor, list[int]]:
+    """(the sum of masked answers as a stream, int64 [n] modulo 2⁶⁴, whose they are)"""
+    total, alive = torch.zeros(1, dtype=torch.int64), []
     for member, vector in engine.hear(step, Masked(step), members, question, receipts):
-        total = total + vector.cpu().numpy().view(np.uint64)
+        total = total.to(vector.device) + vector
         alive.append(member.index)
     return total, sorted(alive)

@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
+import torch
 
 from fedweave.errors import UserError, needed
 
@@ -55,19 +56,19 @@ def usable(keys: bytes) -> bool:
 # -------------------------------------------------------------------------------------- fixed point
 
 
-def encode(values: np.ndarray, clients: int) -> np.ndarray:
-    """float64 [n] in fixed point, uint64; a number whose sum over clients could overflow is refused."""
-    if not np.isfinite(values).all() or (len(values) and np.abs(values).max() * clients >= LIMIT):
+def encode(values: torch.Tensor, clients: int) -> torch.Tensor:
+    """float64 [n] in fixed point, int64; a number whose sum over clients could overflow is refused."""
+    if len(values) and not float(values.abs().max()) * clients < LIMIT:  # nor is NaN
         raise UserError(
             f"an answer holds NaN or numbers beyond {LIMIT / clients:.2g}, which no masked sum can hold."
         )
-    return np.rint(values * 2.0**FRACTION).astype(np.int64).view(np.uint64)
+    return (values * 2.0**FRACTION).round().long()
 
 
-def decode(total: np.ndarray) -> np.ndarray:
+def decode(total: torch.Tensor) -> torch.Tensor:
     """float64 [n] of a sum that has been opened; one with a wrong share in it is refused."""
-    values = total.view(np.int64).astype(np.float64) * STEP
-    if len(values) and np.abs(values).max() >= LIMIT:
+    values = total.double() * STEP
+    if len(values) and float(values.abs().max()) >= LIMIT:
         raise UserError(_CLOSED)
     return values
 
@@ -179,8 +180,8 @@ class Party:
     def _seal(self, to: int) -> Any:
         return _sealer(_agreed(self.channel, self.keys[to][32:], f"share {self.index} {to}".encode()))
 
-    def hide(self, values: np.ndarray, sealed: Mapping[int, bytes]) -> np.ndarray:
-        """uint64 [n] with its masks; ``sealed`` is what every mate that goes on has dealt it."""
+    def hide(self, values: torch.Tensor, sealed: Mapping[int, bytes]) -> torch.Tensor:
+        """int64 [n] with its masks; ``sealed`` is what every mate that goes on has dealt it."""
         from cryptography.exceptions import InvalidTag
 
         if self.masked or not set(sealed) <= set(self.keys) or self.index not in sealed:
@@ -194,12 +195,12 @@ class Party:
             except InvalidTag:
                 raise Broken("what its mates have dealt it was not sealed for it") from None
         self.masked = True
-        total = values.copy()
+        total = values.cpu().numpy().view(np.uint64).copy()
         mask(total, self.seed)
         for v in sealed:
             if v != self.index:
                 mask(total, _agreed(self.mask, self.keys[v][:32], b"mask"), add=v > self.index)
-        return total
+        return torch.from_numpy(total.view(np.int64))
 
     def tell(self, alive: Sequence[int], gone: Sequence[int]) -> dict[int, bytes]:
         """Its shares: of the seed of whoever has answered, of the mask key of whoever has not."""
@@ -223,15 +224,15 @@ class Open:
 
 
 def unmask(
-    total: np.ndarray,  # uint64 [n], the sum of what came
+    masked: torch.Tensor,  # int64 [n], the sum of what came
     keys: Mapping[int, bytes],  # public, of all who dealt
     alive: Sequence[int],
     told: Mapping[int, Mapping[int, bytes]],  # who told -> of whom -> a share
-) -> np.ndarray:
-    """The sum of what the living sent, uint64 [n]."""
+) -> torch.Tensor:
+    """The sum of what the living sent, int64 [n]."""
     from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey
 
-    total = total.copy()
+    total = masked.cpu().numpy().view(np.uint64).copy()
     for u in keys:
         secret = recover({teller + 1: shares[u] for teller, shares in told.items()})
         if u in alive:
@@ -242,4 +243,4 @@ def unmask(
             raise UserError(_CLOSED)
         for v in alive:
             mask(total, _agreed(key, keys[v][:32], b"mask"), add=v > u)
-    return total
+    return torch.from_numpy(total.view(np.int64))

@@ -5,7 +5,8 @@ GPU needs to run them. So a step (forward, backward, clipping, optimiser) is rec
 batch is copied into the recorded one's memory. A recording's shapes are fixed by a ``Capacity``, and spare room
 costs as much as tokens do. Steps differ, since sums have longer answers than labels: so a few capacities are
 recorded, and every step is replayed in the smallest that holds it. Recording takes as long as a round or two, so it
-looks ahead: later rounds have other examples, and may pair the clients' batches anew.
+looks ahead: later rounds have other examples, and may pair the clients' batches anew, and groups of clients that take
+turns have longer ones.
 """
 
 from collections.abc import Callable, Sequence
@@ -57,13 +58,18 @@ class GraphedSteps:
         self._seen: list[Capacity] = []  # needs of all rounds that led to a recording, and what they foresaw
         self._recordings: dict[Capacity, Recording] = {}
 
-    def prepare(self, lanes: Sequence[Lane], dropout: float, device: torch.device) -> list[Capacity]:
-        """The capacity for every step of ``lanes``. Recording disturbs the parameters: load them afterwards."""
+    def prepare(
+        self, lanes: Sequence[Lane], dropout: float, device: torch.device, turns: Sequence[Sequence[Lane]] = ()
+    ) -> list[Capacity]:
+        """The capacity for every step of ``lanes``. Recording disturbs the parameters: load them afterwards.
+        ``turns`` are all groups that are to be replayed one after another, these lanes among them."""
         needs = Capacity.of_steps(lanes)
         if any(self._smallest(need) is None for need in needs):
             self._recordings = {}  # their memory serves the new ones
             first = not self._seen
-            self._seen += needs + Capacity.foreseen(lanes, _FORESEEN)
+            groups = turns or [lanes]
+            for group in groups:
+                self._seen += Capacity.of_steps(group) + Capacity.foreseen(group, -(-_FORESEEN // len(groups)))
             largest, *others = levels(self._seen)
             if not first:
                 largest = largest.roomier(_HEADROOM)

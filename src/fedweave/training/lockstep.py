@@ -190,6 +190,7 @@ class LockstepTrainer:
         self.pace = 1.0  # share of the learning rates
         self.checkpointing = config.checkpointing == "on"  # auto: whoever counts memory says so
         self._most: int | None = None  # lanes that went into memory, where not all did
+        self._turns: list[Sequence[Lane]] = []  # groups that march one after another
         self.fits: dict[int, Fit] = {}  # how many of so many lanes march together
         self.warn: Callable[[str], None] = lambda sentence: None
 
@@ -200,7 +201,8 @@ class LockstepTrainer:
         lane is too much its layers run again, unless that is switched off."""
         start, lanes_per_step = 0, min(lanes_per_step, self._most or lanes_per_step)
         while start < len(lanes):
-            group = lanes[start : start + lanes_per_step]
+            self._turns = [lanes[i : i + lanes_per_step] for i in range(start, len(lanes), lanes_per_step)]
+            group = self._turns[0]
             try:
                 finished = self._train_group(group, on_step)
             except torch.OutOfMemoryError:
@@ -231,7 +233,8 @@ class LockstepTrainer:
 
     def _train_group(self, lanes: Sequence[Lane], on_step: Callable[[int], None]) -> list[LaneResult]:
         group, device = self._group_for(lanes), self.backbone.device
-        capacities = group.graphs.prepare(lanes, self.dropout, device) if group.graphs else None
+        alike = [turn for turn in self._turns if len(turn) == len(lanes)]
+        capacities = group.graphs.prepare(lanes, self.dropout, device, alike) if group.graphs else None
         group.load(lanes)
         group.set_pace(self.pace)
         losses: list[torch.Tensor] = []
