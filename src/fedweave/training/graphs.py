@@ -5,8 +5,8 @@ GPU needs to run them. So a step (forward, backward, clipping, optimiser) is rec
 batch is copied into the recorded one's memory. A recording's shapes are fixed by a ``Capacity``, and spare room
 costs as much as tokens do. Steps differ, since sums have longer answers than labels: so a few capacities are
 recorded, and every step is replayed in the smallest that holds it. Recording takes as long as a round or two, so it
-looks ahead: later rounds have other examples, and may pair the clients' batches anew, and groups of clients that take
-turns have longer ones.
+looks ahead: later rounds have other examples, and may pair the clients' batches anew, and groups of clients that
+take turns have longer ones.
 """
 
 from collections.abc import Callable, Sequence
