@@ -1,18 +1,21 @@
 """How much of a drift study is chance: python -m benchmarks.drift_noise docs/results/drift-course.json
 
-By how much the loss on new kinds moves from round to round beside its trend, and by how much each arm lies above
-the oracle, kind by kind: five rounds after the kind came, as in the bar, and over several rounds together.
+By how much the loss on new kinds moves from round to round beside its trend; by how much each arm lies above the
+oracle, kind by kind and for both, five rounds after they came, as in the bar, and over several rounds together; and
+by how much kinds that stayed lie above a run to which nothing comes. Shares have the 95 % interval of their mean.
 """
 
 from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
+from scipy import stats
 
-ORACLE = "drift, oracle, off"
+ORACLE, STILL = "drift, oracle, off", "still, fedweave, open"
 ARMS = ("drift, fedweave, open", "drift, fedweave, off", ORACLE)
 AFTER = 5  # as in the bar
 
@@ -26,33 +29,66 @@ def window(course: dict[str, float], rounds: range) -> float:
     return float(np.mean([course[str(t)] for t in rounds]))
 
 
-def lines(courses: list[dict]) -> list[str]:
+def soon(run: dict, after: range) -> float:
+    """Mean loss of the kinds that came, each so many rounds of training after it did."""
+    return float(
+        np.mean([run["new"][kind][str(first + n - 1)] for kind, first in run["came"].items() for n in after])
+    )
+
+
+def named(rounds: range) -> str:
+    return f"{rounds[0]} to {rounds[-1]}" if len(rounds) > 1 else str(rounds[0])
+
+
+def row(title: str, values: Sequence[float], shown: str, mean: str = "") -> str:
+    return f"| {' | '.join([title, *(format(one, shown) for one in values), *([mean] if mean else [])])} |"
+
+
+def head(title: str, columns: Sequence[object]) -> list[str]:
+    return ["", f"| {title} | {' | '.join(map(str, columns))} |", f"|---|{'---:|' * len(columns)}"]
+
+
+def lines(courses: list[dict]) -> Iterator[str]:
     arms = {(one["title"], one["seed"]): one for one in courses}
     seeds = sorted({seed for title, seed in arms if title == ORACLE})
     came = arms[ORACLE, seeds[0]]["came"]
     last = max(int(t) for t in arms[ORACLE, seeds[0]]["old"])
+
+    def compared(title: str, other: str, figure: Callable[[dict], float]) -> list[tuple[float, float]]:
+        return [(figure(arms[title, seed]), figure(arms[other, seed])) for seed in seeds]
+
+    def shares(label: str, pairs: list[tuple[float, float]]) -> str:
+        found = [ours / theirs - 1 for ours, theirs in pairs]
+        half = stats.sem(found) * stats.t.ppf(0.975, len(found) - 1) if len(found) > 1 else np.nan
+        return row(label, found, "+.2%", f"{np.mean(found):+.2%} ± {half:.2%}")
+
     settled = range(max(came.values()) + 1, last + 1)
-    found = ["| mean loss on new kinds, from round to round | " + " | ".join(map(str, seeds)) + " |"]
-    found += ["|---|" + "---:|" * len(seeds)]
+    yield from head("mean loss on new kinds, from round to round", seeds)[1:]
     for title in ARMS:
         own = [arms[title, seed]["new"] for seed in seeds]
-        means = [[np.mean([new[kind][str(t)] for kind in came]) for t in settled] for new in own]
-        shares = [f"{wobble(one) / np.mean(one):.1%}" for one in means]
-        found += [f"| {title} | {' | '.join(shares)} |"]
-    found += ["", "| above the oracle | rounds | " + " | ".join(map(str, seeds)) + " | mean |"]
-    found += ["|---|---|" + "---:|" * (len(seeds) + 1)]
+        means = [[float(np.mean([new[kind][str(t)] for kind in came])) for t in settled] for new in own]
+        yield row(title, [wobble(one) / float(np.mean(one)) for one in means], ".1%")
+
+    yield from head("above the oracle, a kind alone, rounds", [*seeds, "mean"])
     for kind, first in came.items():
         spans = range(first, first + 2), range(first + 2, first + 7), range(last - 3, last + 1)
         for title in ARMS[:2]:
             for rounds in (range(first + AFTER - 1, first + AFTER), *spans):
-                above = [
-                    window(arms[title, seed]["new"][kind], rounds) - window(arms[ORACLE, seed]["new"][kind], rounds)
-                    for seed in seeds
-                ]
-                named = f"{rounds[0]} to {rounds[-1]}" if len(rounds) > 1 else f"{rounds[0]}"
-                values = " | ".join(f"{one:+.3f}" for one in [*above, float(np.mean(above))])
-                found += [f"| {kind}: {title} | {named} | {values} |"]
-    return found
+                pairs = compared(title, ORACLE, lambda run: window(run["new"][kind], rounds))  # noqa: B023
+                above = [ours - theirs for ours, theirs in pairs]
+                yield row(f"{kind}: {title}, {named(rounds)}", [*above, float(np.mean(above))], "+.3f")
+
+    yield from head("above the oracle, both kinds, rounds after they came", [*seeds, "mean"])
+    for title in ARMS[:2]:
+        for after in (range(AFTER, AFTER + 1), range(AFTER - 2, AFTER + 3)):
+            pairs = compared(title, ORACLE, lambda run: soon(run, after))  # noqa: B023
+            yield shares(f"{title}, {named(after)}", pairs)
+
+    yield from head("kinds that stayed, above a run to which nothing comes, rounds", [*seeds, "mean"])
+    for title in ARMS:
+        for rounds in (range(last, last + 1), range(last - 4, last + 1)):
+            pairs = compared(title, STILL, lambda run: window(run["old"], rounds))  # noqa: B023
+            yield shares(f"{title}, {named(rounds)}", pairs)
 
 
 if __name__ == "__main__":

@@ -113,17 +113,23 @@ def test_chance_is_what_is_no_trend():
     assert wobble([3.0, 2.5, 2.0, 1.5, 1.0]) == 0 and wobble([0.0, 0.3, 0.0, 0.3, 0.0]) == pytest.approx(
         0.6 / 6**0.5
     )
-    flat = {str(t): 1.0 for t in range(1, 21)}
-    arms = {NOTICES: 0.25, UNAWARE: 0.0, TOLD: 0.0}
+
+
+def test_how_far_above_others_an_arm_lies_and_how_sure_a_mean_is():
+    def flat(loss):
+        return {str(t): loss for t in range(1, 21)}
+
+    arms = {NOTICES: (1.25, 1.01), UNAWARE: (1.0, 1.0), TOLD: (1.0, 1.0), STILL: (1.0, 1.0)}
     courses = [
-        {
-            "title": title,
-            "seed": 7,
-            "came": {"a": 10},
-            "new": {"a": {t: x + more for t, x in flat.items()}},
-            "old": flat,
-        }
-        for title, more in arms.items()
+        {"title": title, "seed": seed, "came": {"a": 10}, "new": {"a": flat(new)}, "old": flat(old + more)}
+        for title, (new, old) in arms.items()
+        for seed, more in ((7, 0.0), (8, 0.02 if title == NOTICES else 0.0))
     ]
-    told = [line for line in lines(courses) if line.startswith("| a: ")]
-    assert len(told) == 8 and all(("+0.250" in line) == (NOTICES in line) for line in told)
+    told = list(lines(courses))
+    alone = [line for line in told if line.startswith("| a: ")]
+    assert len(alone) == 8 and all(("+0.250" in line) == (NOTICES in line) for line in alone)
+    assert f"| {NOTICES}, 5 | +25.00% | +25.00% | +25.00% ± 0.00% |" in told
+    assert f"| {NOTICES}, 3 to 7 | +25.00% | +25.00% | +25.00% ± 0.00% |" in told
+    for rounds in ("20", "16 to 20"):  # 1 and 3 %: a standard error of one, times 12.7 with one degree of freedom
+        assert f"| {NOTICES}, {rounds} | +1.00% | +3.00% | +2.00% ± 12.71% |" in told
+        assert f"| {TOLD}, {rounds} | +0.00% | +0.00% | +0.00% ± 0.00% |" in told
