@@ -93,6 +93,8 @@ class Resident(Kept):
             start += part.shape[0]
 
     def _write(self, parts: Sequence[Quantised | Tensor]) -> Tensor:
+        if len(parts) == 1 and isinstance(one := parts[0], Quantised) and one.groups is not None:
+            return one.unpacked(self.dtype)  # torch unpacks those into memory of their own
         memory, start = self.scratch.take(sum(part.shape[0] for part in parts), self.shape[1]), 0
         for part in parts:
             place = memory[start : start + part.shape[0]]
