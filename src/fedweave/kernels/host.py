@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-BLOCK = 256  # rows; more at once are no faster
+BLOCK = 128  # rows; more at once are no faster
 _REST = 32  # what is left has a multiple of so many rows
 _FEW = 16  # or these
 _LEAST = 8  # with fewer rows reading the weight is what takes time, and both read alike
