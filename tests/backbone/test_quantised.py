@@ -20,6 +20,7 @@ from fedweave.backbone.packing import pack
 from fedweave.backbone.quantised import (
     QuantisedLinear,
     bytes_of,
+    in_groups,
     numbers_of,
     packed_weights,
     predicted_bytes,
@@ -175,7 +176,7 @@ def test_memory_is_predicted_to_the_byte(case):
         kept = load(model, weights)
         shapes = skeleton(kept.model.config, "tiny")
         gguf = model if model.suffix == ".gguf" else None
-        assert predicted_bytes(shapes, weights, 4, gguf) == bytes_of(kept.model)
+        assert predicted_bytes(shapes, weights, 4, gguf, in_groups(kept.device)) == bytes_of(kept.model)
 
 
 def test_an_output_layer_too_large_for_the_scratch_memory_goes_by_its_rows(k_file, monkeypatch):
@@ -188,6 +189,17 @@ def test_an_output_layer_too_large_for_the_scratch_memory_goes_by_its_rows(k_fil
     torch.testing.assert_close(few.times(hidden), kept.head.times(hidden))
     slope = torch.randn(5, len(few), generator=torch.Generator().manual_seed(1))
     torch.testing.assert_close(few.back(slope), kept.head.back(slope))
+
+
+def test_layers_that_read_the_same_input_lie_together_and_each_keeps_its_rows(gguf_of):
+    kept = load(gguf_of("llama", "Q4_1"))
+    packed = packed_weights(kept.model)
+    q, k = (packed[f"model.layers.0.self_attn.{name}_proj.weight"].groups for name in "qk")
+    if not in_groups(kept.device):
+        pytest.skip("a Triton kernel unpacks here")
+    assert q is not None and k is not None
+    assert q.untyped_storage().data_ptr() == k.untyped_storage().data_ptr()
+    assert k.storage_offset() == q.numel()
 
 
 # -------------------------------------------------------------------------------------- training and answering

@@ -8,7 +8,7 @@ import torch
 from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
 from gguf.quants import dequantize
 
-from fedweave.backbone.blocks import GGUF, make_nf4, nf4_bits, read_blocks
+from fedweave.backbone.blocks import GGUF, kept_bytes, make_nf4, nf4_bits, read_blocks
 from fedweave.kernels import INTERPRETED, dequantise, frozen
 from fedweave.kernels.dequantise import NF4, Quantised
 from fedweave.kernels.frozen import Resident, Scratch, back, linear, times
@@ -93,6 +93,58 @@ def test_any_rows_are_a_matrix_of_their_own(version, kind):
     which = torch.tensor([8, 0, 0, 3], device=DEVICE)
     assert torch.equal(packed.rows(which).dense(torch.float32), whole[which])
     assert torch.equal(packed.rows(slice(2, 6)).dense(torch.float32), whole[2:6])
+
+
+# -------------------------------------------------------------------------------------- groups side by side
+
+
+@pytest.mark.parametrize("columns", [96, 256])
+@pytest.mark.parametrize("kind", ["Q4_0", "Q4_1", "Q8_0"])
+def test_groups_side_by_side_are_the_same_numbers_to_the_last_bit(kind, columns):
+    """Also the signs of zeros, which a model's fingerprint tells apart."""
+    data = torch.from_numpy(random_blocks(kind, 7, columns))
+    packed = read_blocks(kind, data).beside()
+    assert packed.groups is not None and packed.shape == (7, columns)
+    assert packed.bytes == packed.groups.nbytes == kept_bytes(kind, data.nbytes, groups=True)
+    expected = torch.from_numpy(dequantize(data.numpy(), GGMLQuantizationType[kind]))
+    for found in (packed.dense(torch.float32), packed.write(torch.empty(7, columns))):
+        assert torch.equal(found.view(torch.int32), expected.view(torch.int32))
+    assert torch.equal(packed.unpacked(torch.float32), expected)
+    assert torch.equal(packed.dense(torch.bfloat16), expected.bfloat16())
+    which = torch.tensor([6, 0, 0, 3])
+    assert torch.equal(packed.rows(which).dense(torch.float32), expected[which])
+    assert torch.equal(packed.rows(slice(2, 6)).unpacked(torch.float32), expected[2:6])
+
+
+def test_only_simple_formats_lie_in_groups():
+    for kind in KINDS:
+        packed = quantised(kind, 3, 256).to(torch.device("cpu"))
+        assert (packed.beside().groups is not None) == (kind in ("Q4_0", "Q4_1", "Q8_0"))
+    large = quantised("Q4_0", 3, 64).to(torch.device("cpu"))
+    large.scale[1, 1] = 60_000.0  # eight times that is no float16
+    assert large.beside() is large
+
+
+def test_matrices_in_groups_of_one_format_are_joined():
+    cpu = torch.device("cpu")
+    one, other = (quantised("Q4_1", rows, 64).to(cpu).beside() for rows in (3, 5))
+    joint = Quantised.joined([one, other])
+    assert joint is not None and joint.shape == (8, 64)
+    assert torch.equal(joint.dense(torch.float32), torch.cat([q.dense(torch.float32) for q in (one, other)]))
+    assert Quantised.joined([one, quantised("Q8_0", 2, 64).to(cpu).beside()]) is None
+    assert Quantised.joined([one, quantised("Q4_1", 2, 64).to(cpu)]) is None
+
+
+@pytest.mark.parametrize("at_once", [1 << 20, 1024])
+def test_products_with_groups_are_those_of_the_plain_weight_and_need_no_scratch(monkeypatch, at_once):
+    monkeypatch.setattr(frozen, "AT_ONCE", {"cpu": at_once})
+    cpu = torch.device("cpu")
+    packed, scratch = quantised("Q4_1", 15, 256).to(cpu).beside(), Scratch(cpu, torch.float32)
+    resident, weight = Resident([packed], scratch), packed.dense(torch.float32)
+    x, dy = torch.randn(4, 256), torch.randn(4, 15)
+    torch.testing.assert_close(times(x, resident), x @ weight.T, atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(back(dy, resident), dy @ weight, atol=1e-5, rtol=1e-5)
+    assert scratch._memory is None
 
 
 # -------------------------------------------------------------------------------------- products

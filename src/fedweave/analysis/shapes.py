@@ -61,7 +61,7 @@ class ModelShape:
     def backbone_bytes(self, weights: str, memory: StepMemory, cpu: bool = False) -> float:
         """The frozen weights, kept as ``backbone.weights`` says."""
         gguf = Path(self.name) if self.name.endswith(".gguf") else None
-        kept = float(predicted_bytes(self.model, weights, memory.element, gguf))
+        kept = float(predicted_bytes(self.model, weights, memory.element, gguf, groups=cpu))
         return kept if weights == "dense" else kept + memory.unpacked(weights == "stored", cpu)
 
 

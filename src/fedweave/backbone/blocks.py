@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 import torch
 from torch import Tensor
 
-from fedweave.kernels.dequantise import NF4, Format, Quantised
+from fedweave.kernels.dequantise import GROUP_BYTES, NF4, Format, Quantised
 
 Read = Callable[[Format, Tensor], Quantised]  # of blocks [m, blocks of a row, bytes] uint8
 
@@ -86,9 +86,13 @@ def read_blocks(kind: str, data: Tensor) -> Quantised:
     return read(format, data.unflatten(1, (-1, size)))
 
 
-def kept_bytes(kind: str, size: int) -> int:
-    """Memory of a GGUF tensor of this kind, which takes so many bytes in its file."""
-    return size + size // GGUF[kind][2] * (4 if kind in ("Q4_K", "Q5_K") else 0)  # 16 scales of 6 bits, a byte each
+def kept_bytes(kind: str, size: int, groups: bool) -> int:
+    """Memory of a GGUF tensor of this kind, which takes so many bytes in its file; ``groups``: where they may lie
+    side by side."""
+    format, numbers, block, _ = GGUF[kind]
+    if groups and numbers == format.group and format.bits in GROUP_BYTES:
+        return size // block * GROUP_BYTES[format.bits]
+    return size + size // block * (4 if kind in ("Q4_K", "Q5_K") else 0)  # 16 scales of 6 bits, a byte each
 
 
 # -------------------------------------------------------------------------------------- NF4

@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 import torch
 
 from fedweave.backbone.packing import Packed, attend_rotated
-from fedweave.backbone.quantised import QuantisedLinear
+from fedweave.backbone.quantised import QuantisedLinear, joined
 from fedweave.experts.mixture import carries_experts, reading, run_layer_again, with_experts, with_own_gates
 from fedweave.kernels import fp8 as kernels_fp8
 from fedweave.kernels import fused
@@ -231,8 +231,9 @@ class _Joined:
         """[columns of all, n]"""
         quantised = [layer for layer in layers if isinstance(layer, QuantisedLinear)]
         if quantised:
+            joint = joined(quantised) if len(quantised) == len(layers) > 1 else None
             kept = [layer.packed if isinstance(layer, QuantisedLinear) else layer.weight for layer in layers]
-            return Resident(kept, quantised[0].scratch)
+            return Resident(kept if joint is None else [joint], quantised[0].scratch)
         if len(layers) == 1:
             return layers[0].weight
         weight = torch.cat([layer.weight.data for layer in layers])

@@ -8,7 +8,7 @@ tensor, and a product unpacks its weight into scratch memory that all share (``k
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -20,6 +20,7 @@ from torch.overrides import TorchFunctionMode
 from fedweave.backbone.announced import stored_tensors
 from fedweave.backbone.blocks import GGUF, kept_bytes, make_nf4, nf4_bits, read_blocks
 from fedweave.backbone.gguf_names import ARCHITECTURES, added_to_norms, name_of, names_of, order_of
+from fedweave.kernels import INTERPRETED
 from fedweave.kernels.dequantise import Quantised
 from fedweave.kernels.frozen import Resident, Scratch, linear
 
@@ -35,10 +36,14 @@ class QuantisedLinear(nn.Linear):
 
     def __init__(self, packed: Quantised, scratch: Scratch, bias: torch.Tensor | None = None):
         nn.Module.__init__(self)  # a Linear's own would make room for its numbers
-        self.packed, self.scratch = packed, scratch
+        self.scratch = scratch
         self.out_features, self.in_features = packed.shape
-        self.resident = Resident([packed], scratch)
+        self.keep(packed)
         self.register_parameter("bias", None if bias is None else nn.Parameter(bias, requires_grad=False))
+
+    def keep(self, packed: Quantised) -> None:
+        """The weight as it is kept from now on."""
+        self.packed, self.resident = packed, Resident([packed], self.scratch)
 
     @property
     def weight(self) -> torch.Tensor:  # type: ignore[override]
@@ -50,6 +55,17 @@ class QuantisedLinear(nn.Linear):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return linear(x, self.resident, self.bias)
+
+
+def joined(layers: Sequence[QuantisedLinear]) -> Quantised | None:
+    """The layers' weights below one another, if their groups can lie so; then each layer keeps its rows of it."""
+    joint = Quantised.joined([layer.packed for layer in layers])
+    if joint is not None:
+        start = 0
+        for layer in layers:
+            layer.keep(joint.rows(slice(start, start + layer.out_features)))
+            start += layer.out_features
+    return joint
 
 
 SCALED = ("Gemma2TextScaledWordEmbedding", "Gemma3TextScaledWordEmbedding")  # embeddings times embed_scale
@@ -92,6 +108,8 @@ def load_quantised(
     for name, parameter in list(model.named_parameters()):  # what is tied comes once
         place, leaf = name.rpartition(".")[::2]
         module, found = model.get_submodule(place), source(name, tuple(parameter.shape)).to(device)
+        if isinstance(found, Quantised) and in_groups(device):
+            found = found.beside()
         if isinstance(found, Quantised) and type(module) is nn.Linear:
             model.set_submodule(place, QuantisedLinear(found, scratch, module.bias))
         elif isinstance(found, Quantised) and _known(module):
@@ -101,6 +119,11 @@ def load_quantised(
             setattr(module, leaf, nn.Parameter(numbers, requires_grad=False))
     _tie(model, scratch)
     return model.to(device)
+
+
+def in_groups(device: torch.device) -> bool:
+    """Whether weights that may lie in groups do so here: where no Triton kernel unpacks them."""
+    return device.type == "cpu" and not INTERPRETED
 
 
 def _known(module: nn.Module) -> bool:
@@ -220,11 +243,14 @@ def bytes_of(model: nn.Module) -> int:
     return sum(p.nbytes for p in model.parameters()) + sum(packed.values())
 
 
-def predicted_bytes(model: PreTrainedModel, weights: str, element_size: int, gguf: Path | None = None) -> int:
-    """What :func:`bytes_of` will be of a model whose shapes alone are there, kept as ``backbone.weights`` says."""
+def predicted_bytes(
+    model: PreTrainedModel, weights: str, element_size: int, gguf: Path | None = None, groups: bool = False
+) -> int:
+    """What :func:`bytes_of` will be of a model whose shapes alone are there, kept as ``backbone.weights`` says, and
+    as :func:`in_groups` does."""
     if weights == "stored" and gguf is not None:
         return sum(
-            kept_bytes(t.kind, t.size) if t.kind in GGUF else math.prod(t.shape) * element_size
+            kept_bytes(t.kind, t.size, groups) if t.kind in GGUF else math.prod(t.shape) * element_size
             for t in stored_tensors(gguf)
         )
     total = 0.0

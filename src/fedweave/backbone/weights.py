@@ -14,6 +14,7 @@ from fedweave.backbone.catalog import Located
 from fedweave.backbone.quantised import (
     as_nf4,
     from_gguf,
+    in_groups,
     kept_weights,
     load_quantised,
     packed_weights,
@@ -38,7 +39,8 @@ def load_model(
 ) -> PreTrainedModel:
     """The model with its weights, all of them there and finite, on the device."""
     shapes = skeleton(announced, config.model)
-    check_room(predicted_bytes(shapes, config.weights, dtype.itemsize, located.gguf), device, config.model)
+    needed = predicted_bytes(shapes, config.weights, dtype.itemsize, located.gguf, in_groups(device))
+    check_room(needed, device, config.model)
     if located.gguf is not None:
         model = load_quantised(announced, from_gguf(located.gguf, announced), dtype, device)
     elif config.weights.startswith("nf4"):

@@ -11,13 +11,16 @@ Codes lie in planes of 8, 4, 2 or 1 bits: of 4 bits a row's byte j holds columns
 j + n/4, … So whole runs of columns are unpacked alike, whatever a group is. With a table it holds columns 2j and
 2j + 1, and one look at a table of pairs gives both.
 
+On a CPU a group's codes, scale and minimum lie side by side where a format is simple enough for it, as they do in
+torch's embeddings of 4 and 8 bits: torch unpacks those in one pass, in a third of the time.
+
 Every product is exact in float32 wherever something is added to it: torch and Triton agree to the last bit, and
 with whoever else computes in float32.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import cache
 from typing import Any
@@ -26,6 +29,11 @@ import torch
 from torch import Tensor
 
 from fedweave.kernels import fused, tl, triton
+
+# Of formats whose groups may lie side by side: what scale and minimum are, and what unpacks [groups, bytes]
+_BESIDE = {4: torch.float16, 8: torch.float32}
+GROUP_BYTES = {4: 16 + 2 * 2, 8: 32 + 2 * 4}
+_UNPACK = {4: torch.ops.quantized.embedding_bag_4bit_unpack, 8: torch.ops.quantized.embedding_bag_byte_unpack}
 
 _IN_CACHE = 1 << 21  # numbers that a CPU unpacks at once
 _TILE = 4096  # numbers of a Triton block
@@ -60,12 +68,13 @@ class Quantised:
 
     format: Format
     columns: int  # n
-    low: Tensor  # [m, n·4/8 or n] uint8
+    low: Tensor  # [m, n·4/8 or n] uint8; [m, n/group, 16 or 32] where they lie in ``groups``
     scale: Tensor  # [m, 1 … n/group] float
     high: Tensor | None = None  # [m, n·1/8 or n·2/8] uint8
     steps: Tensor | None = None  # [m, n/group] int8 or uint8: how many times its scale a group's scale is
     minimum: Tensor | None = None  # as ``scale``
     minimum_steps: Tensor | None = None  # as ``steps``
+    groups: Tensor | None = None  # [m, n/group, 20 or 40] uint8: all of the above, each group for itself
 
     @classmethod
     def of(cls, format: Format, codes: Tensor, scale: Tensor, **more: Tensor | None) -> Quantised:
@@ -75,6 +84,36 @@ class Quantised:
         low = _pack(pairs & 15 if first == 4 else codes, first)
         high = _pack(codes >> 4, rest[0]) if rest else None
         return cls(format, codes.shape[1], low, scale, high=high, **more)
+
+    @classmethod
+    def of_groups(cls, format: Format, groups: Tensor) -> Quantised:
+        """From groups that end with scale and minimum: two float16 behind 4 bits, two float32 behind 8."""
+        size = format.group * format.bits // 8
+        last = groups[..., size:].view(_BESIDE[format.bits])  # [m, groups, 2]
+        columns = groups.shape[1] * format.group
+        return cls(format, columns, groups[..., :size], last[..., 0], minimum=last[..., 1], groups=groups)
+
+    def beside(self) -> Quantised:
+        """The same numbers in groups, where torch unpacks such a format; else as they are."""
+        spec = self.format
+        if self.groups is not None or spec.bits not in _BESIDE or spec.table or self.steps is not None:
+            return self
+        # the format's zero in another way: exact, for a scale of 11 bits
+        scale = self.scale.to(_BESIDE[spec.bits])
+        minimum = -spec.zero * scale if self.minimum is None else self.minimum.to(scale.dtype)
+        if not minimum.isfinite().all():
+            return self
+        codes = _unpack(self).unflatten(1, (-1, spec.group))  # [m, groups, group]
+        if spec.bits == 4:
+            codes = codes[..., ::2] | (codes[..., 1::2] << 4)
+        last = torch.stack([scale, minimum], -1).view(torch.uint8)  # [m, groups, 4 or 8]
+        return Quantised.of_groups(spec, torch.cat([codes, last], -1))
+
+    @staticmethod
+    def joined(parts: Sequence[Quantised]) -> Quantised | None:
+        """Matrices below one another as one, if all of them lie in groups of one format."""
+        groups = [part.groups for part in parts if part.groups is not None and part.format is parts[0].format]
+        return Quantised.of_groups(parts[0].format, torch.cat(groups)) if len(groups) == len(parts) else None
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -87,7 +126,7 @@ class Quantised:
     def arrays(self) -> Iterator[tuple[str, Tensor]]:
         """All that is kept, by name."""
         for field in fields(self):
-            if isinstance(array := getattr(self, field.name), Tensor):
+            if field.name != "groups" and isinstance(array := getattr(self, field.name), Tensor):
                 yield field.name, array
 
     @property
@@ -102,15 +141,31 @@ class Quantised:
         return self._each(lambda array: array.to(device))
 
     def _each(self, change: Callable[[Tensor], Tensor]) -> Quantised:
+        if self.groups is not None:
+            return Quantised.of_groups(self.format, change(self.groups))
         changed: dict[str, Any] = {name: change(array) for name, array in self.arrays()}
         return replace(self, **changed)
 
     def dense(self, dtype: torch.dtype) -> Tensor:
         """All of it as numbers, in memory of their own."""
+        if (
+            self.groups is not None and self.format.zero
+        ):  # a zero has its scale's sign, as whoever subtracts gives it
+            whole = self.unpacked(torch.float32).unflatten(1, (-1, self.format.group))  # [m, groups, group]
+            return torch.where(whole == 0, 0 * self.scale.float()[:, :, None], whole).flatten(1).to(dtype)
+        if self.groups is not None:
+            return self.unpacked(dtype)
         return self.write(torch.empty(self.shape, dtype=dtype, device=self.device))
+
+    def unpacked(self, dtype: torch.dtype) -> Tensor:
+        """Of groups what :meth:`dense` gives, but for signs of zeros; in one pass."""
+        assert self.groups is not None
+        return _UNPACK[self.format.bits](self.groups.flatten(0, 1)).view(self.shape).to(dtype)
 
     def write(self, out: Tensor) -> Tensor:
         """The numbers, computed in float32, into contiguous ``out`` [m, n]."""
+        if self.groups is not None:
+            return out.copy_(self.dense(out.dtype))
         if fused(out):
             _launch(self, out)
             return out

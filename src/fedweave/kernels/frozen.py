@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fedweave.kernels import Context
+from fedweave.kernels import Context, host
 from fedweave.kernels.dequantise import Quantised
 
 # Most numbers of a weight that are written out at once; what is larger, like an output layer, goes by its rows.
@@ -93,6 +93,8 @@ class Resident(Kept):
             start += part.shape[0]
 
     def _write(self, parts: Sequence[Quantised | Tensor]) -> Tensor:
+        if len(parts) == 1 and isinstance(one := parts[0], Quantised) and one.groups is not None:
+            return one.unpacked(self.dtype)  # torch unpacks those into memory of their own
         memory, start = self.scratch.take(sum(part.shape[0] for part in parts), self.shape[1]), 0
         for part in parts:
             place = memory[start : start + part.shape[0]]
@@ -105,20 +107,25 @@ class Resident(Kept):
         y, rows = x.new_empty(*x.shape[:-1], len(self)), x.flatten(0, -2)
         for some, numbers in self._blocks():
             out = y.flatten(0, -2)[:, some]
-            if bias is None:
+            offset = None if bias is None else bias[some]
+            if host.suits(rows, numbers):
+                host.times(rows, numbers, offset, out)
+            elif offset is None:
                 torch.mm(rows, numbers.T, out=out)
             else:
-                torch.addmm(bias[some], rows, numbers.T, out=out)
+                torch.addmm(offset, rows, numbers.T, out=out)
         return y
 
     def back(self, dy: Tensor) -> Tensor:
         dx, rows = dy.new_empty(*dy.shape[:-1], self.shape[1]), dy.flatten(0, -2)
         for some, numbers in self._blocks():
-            out = dx.flatten(0, -2)
-            if some.start == 0:
-                torch.mm(rows[:, some], numbers, out=out)
+            out, slope = dx.flatten(0, -2), rows[:, some]
+            if host.suits(slope, numbers.T):
+                host.times(slope, numbers.T, None, out, add=some.start > 0)
+            elif some.start == 0:
+                torch.mm(slope, numbers, out=out)
             else:
-                out.addmm_(rows[:, some], numbers)
+                out.addmm_(slope, numbers)
         return dx
 
 
@@ -127,29 +134,35 @@ Weight = Tensor | Kept
 
 def times(x: Tensor, weight: Weight) -> Tensor:
     """x Wᵀ without a gradient: [..., n] to [..., m]."""
-    return x @ weight.T if isinstance(weight, Tensor) else weight.times(x)
+    if not isinstance(weight, Tensor):
+        return weight.times(x)
+    return host.times(x, weight) if host.suits(x, weight) else x @ weight.T
 
 
 def back(dy: Tensor, weight: Weight) -> Tensor:
     """dy W: [..., m] to [..., n]."""
-    return dy @ weight if isinstance(weight, Tensor) else weight.back(dy)
+    if not isinstance(weight, Tensor):
+        return weight.back(dy)
+    return host.times(dy, weight.T) if host.suits(dy, weight.T) else dy @ weight
 
 
 def linear(x: Tensor, weight: Weight, bias: Tensor | None, twin: Rounded | None = None) -> Tensor:
     """x Wᵀ + bias, [..., n] to [..., m]."""
-    return F.linear(x, weight, bias) if isinstance(weight, Tensor) else _Linear.apply(x, weight, bias, twin)
+    if isinstance(weight, Tensor) and not host.suits(x, weight):
+        return F.linear(x, weight, bias)
+    return _Linear.apply(x, weight, bias, twin)
 
 
 class _Linked(Context, Protocol):
-    weight: Kept
+    weight: Weight
 
 
 class _Linear(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: _Linked, x: Tensor, weight: Kept, bias: Tensor | None, twin: Rounded | None) -> Tensor:
+    def forward(ctx: _Linked, x: Tensor, weight: Weight, bias: Tensor | None, twin: Rounded | None) -> Tensor:
         ctx.weight = weight
-        return weight.times(x, bias, twin)
+        return host.times(x, weight, bias) if isinstance(weight, Tensor) else weight.times(x, bias, twin)
 
     @staticmethod
     def backward(ctx: _Linked, *grads: Tensor) -> tuple[Tensor, None, None, None]:
-        return ctx.weight.back(grads[0]), None, None, None
+        return back(grads[0], ctx.weight), None, None, None
