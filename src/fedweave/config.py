@@ -162,9 +162,9 @@ class FederationConfig:
         high=0.49,
     )
     contested: Literal["keep", "close"] = setting(
-        "keep",
-        "rule=agreement: of two experts whose prompts the router cannot tell apart, keep both, or close the one "
-        "that fewer clients have; its buckets then take no part.",
+        "close",
+        "rule=agreement: of two experts whose prompts the router cannot tell apart, close the one that fewer "
+        "clients have, whose buckets then take no part, or keep both (docs/trust.md).",
     )
     max_share: float | Literal["auto"] = setting(
         "auto",

@@ -128,6 +128,32 @@ def test_a_default_that_changes_later_changes_no_cell(written):
         assert (Record(path).find(cell) is not None) == found
 
 
+@pytest.mark.parametrize(("rule", "found"), [("mean", True), ("clip", True), ("agreement", False)])
+def test_contested_prompts_make_another_run_where_the_rule_reads_it(written, quick, rule, found):
+    """Records made before closing was the default say that theirs kept both."""
+    path, _, summary = written
+    kept = one_cell(quick, f"federation.rule={rule}", "federation.contested=keep")
+    record = Record(path)
+    record.add(kept, summary)
+    assert record.find(kept) is not None
+    assert (record.find(one_cell(quick, f"federation.rule={rule}")) is not None) == found
+
+
+def test_the_study_of_attacks_tells_cells_that_kept_contested_prompts(tmp_path):
+    record = Record(ROOT / "docs/results/attacks.json")
+    model = ["data.path=x", "backbone.model=SmolLM2-135M-Instruct", "federation.rule=agreement", "seed=42,50"]
+
+    def known(*more):
+        found = (
+            one for one in cells(load_comparison("attacks", [*model, *more], None), tmp_path) if record.find(one)
+        )
+        return {(one.config.seed, one.config.attack.kind) for one in found}
+
+    fresh, first = {(50, "none"), (50, "labels")}, {(42, kind) for kind in ("none", "absent", "flip", "labels")}
+    assert known() >= fresh and not known() & first, "with closing, the default"
+    assert known("federation.contested=keep") >= fresh | first
+
+
 def test_another_cell_of_the_same_name_stands_beside_it(written, quick, tmp_path):
     path, cell, summary = written
     other = one_cell(quick, "method=fedit", "seed=9", folder=tmp_path / "study")

@@ -1,5 +1,7 @@
 """Experts that no prompt tells apart: the one of most clients stays."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -15,7 +17,7 @@ FEW = (3, 4)  # clients whose first bucket has another answer to the same prompt
 
 @pytest.fixture
 def wary(config):
-    return changed(config, federation={"rule": "agreement", "contested": "close"}, data={"clients": 5, "train": 40})
+    return changed(config, federation={"rule": "agreement"}, data={"clients": 5, "train": 40})
 
 
 def sends_all_to(expert: int, router: RouterLayout, phi: torch.Tensor) -> torch.Tensor:
@@ -53,6 +55,11 @@ def test_an_expert_of_few_clients_takes_nobodys_prompts_away(wary, backbone, mon
     for client in engine.members:
         first, *others = client.assignment
         assert first == (-1 if client.index in FEW else 0) and set(others) <= {1}
+        old, new = replace(state.router, experts=3).trained.size, state.router.trained.size
+        rounds = wary.router.warm_start.rounds
+        down = 4 * (old * (rounds + 1) + new * rounds)  # two warm starts, and the question between them
+        down += 4 * 2 * state.router.width * (state.router.axes + 2)  # what is familiar
+        assert state.report["preparation_bytes"][client.name]["down"] == down
     moved, report = one_round(method, engine, state, engine.present(), 0)
     engine.detach()
     assert not report.receipts.refused and not torch.equal(moved.theta, state.theta)
@@ -99,6 +106,8 @@ def test_nobody_votes_for_the_experts_of_others(wary, backbone, monkeypatch):
         {"router": {"warm_start": {"enabled": False}}},
     ],
 )
-def test_nobody_is_asked_where_experts_stay(wary, other):
+def test_nobody_is_asked_where_experts_stay(config, wary, other):
     assert build_method(wary).contest is not None
+    over_sites = changed(config, data={"source": "sites"})
+    assert build_method(over_sites).contest is not None and build_method(config).contest is None
     assert build_method(changed(wary, **other)).contest is None

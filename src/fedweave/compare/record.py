@@ -118,7 +118,12 @@ class Record:
 
 def _identity(entry: dict[str, Any], defaults: Tree) -> str:
     """Two cells with the same one are the same run. A model is known by its folder's name, in any case."""
-    return json.dumps([{**defaults, **entry["settings"]}, entry["model"].casefold()], sort_keys=True)
+    settings = {**defaults, **entry["settings"]}
+    if (
+        settings["federation.rule"] != "agreement"
+    ):  # no other rule of a simulation reads it, and its default changed
+        del settings["federation.contested"]
+    return json.dumps([settings, entry["model"].casefold()], sort_keys=True)
 
 
 def _measured(cell: Cell, summary: Summary) -> dict[str, Any]:

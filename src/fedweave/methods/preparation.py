@@ -107,7 +107,11 @@ class Aligned(Method):
         if self.warm is not None:
             phi = warm_up_router(engine, self.warm, router, phi, warmed, standing)
         down = 4 * router.size * config.router.warm_start.rounds
-        if self.contest is not None and (closed := contested(engine, self.contest, router, phi, warmed)):
+        closed: list[int] = []
+        if self.contest is not None:
+            closed = contested(engine, self.contest, router, phi, warmed)
+            down += 4 * router.size
+        if closed:
             layout, theta = narrowed(layout, theta, close(engine, closed, layout.experts))
             router, standing = replace(router, experts=layout.experts), Standing(engine.members, config)
             phi = router.initial(config.seed + 1).to(engine.device)
