@@ -298,3 +298,39 @@ def test_rows_that_return_after_their_expert_has_closed_open_it_again(living, ba
         False
     ] + 2 * [True]
     assert changes[4].came == {owner.name: len(owner.data)} and changes[4].opened
+
+
+class Vanishing:
+    """Rows of one kind go before round 1, those of another come before round 2."""
+
+    def __init__(self, client: Client, gone: np.ndarray, late: np.ndarray):
+        self.everything = client.data
+        self.here = [np.flatnonzero(~late), np.flatnonzero(~late & ~gone), np.flatnonzero(~gone)]
+
+    def version(self, t: int) -> int:
+        return min(t, 2)
+
+    def data(self, version: int):
+        return self.everything.part(self.here[version])
+
+
+def test_what_was_familiar_stays_so_when_its_rows_are_gone(living, backbone):
+    """Nobody has moods any more when sums come and familiar prompts are learned anew: moods still get an expert."""
+    config = changed(living, router={"training": "chosen", "familiar": 0.95}, data={"train": 60})
+    engine, method = make_engine(config, backbone), build_method(config)
+    moods = []
+    for client in engine.members:
+        texts = [backbone.tokenizer.decode(e.ids) for e in client.data.examples]
+        gone, late = (np.array([word in text for text in texts]) for word in ("review", "finds"))
+        moods.append(client.data.features[torch.from_numpy(gone)])
+        client.feed = Vanishing(client, gone, late)
+        client.data = client.feed.data(0)
+    states = [method.prepare(engine)]
+    for t in (1, 2, 3):
+        state, change = method.live(engine, states[-1], t)
+        states.append(state)
+        assert bool(change.opened) == (t == 2)
+    engine.detach()
+    familiar = [float(state.weights(torch.cat(moods)).any(1).float().mean()) for state in states]
+    assert min(familiar) > 0.9, "with the rows that are left alone it was 0.58 from the second round on"
+    assert torch.equal(states[1].known, states[0].known) and not torch.equal(states[2].known, states[1].known)

@@ -145,6 +145,7 @@ def courses(
     for name, course in found.items():
         if not course.here[0]:
             raise UserError(
-                f"data.changes leave {name!r} without rows in the beginning; let it keep a kind, or raise data.train."
+                f"data.changes leave {name!r} without rows in the beginning; let it keep a kind, or raise "
+                "data.train."
             )
     return found

@@ -88,6 +88,8 @@ class FedWeave(Aligned):
 
     def settle(self, engine: Engine, state: ServerState, change: Change) -> ServerState:
         state = self.living.settle(engine, state, change) if self.lives else state
+        if change.went or len(engine.present()) < len(engine.members):  # from now on somebody's rows are missing
+            state = replace(state, report=state.report | {"gone": True})
         if self.familiar is not None and (change.placed if self.lives else change.came):  # what trains is familiar
             heard = Receipts()
             state = self.familiar.taught(engine, state, heard)
