@@ -9,7 +9,8 @@ multiples of the mean; the sums say what that mean is for directions that all pr
 
 In a federation that lives familiar prompts are learned anew when rows come. Where others have gone since, or
 whoever has them is away, what was familiar before stays so: else their prompts would be strange, and never reach
-the expert that still knows how to answer them.
+the expert that still knows how to answer them. Where an expert opens after they have gone it does not: nobody could
+teach the router to tell them from the new kind, and strange prompts are answered better than wrongly routed ones.
 """
 
 import math
@@ -260,13 +261,13 @@ class Familiarity:
     def __init__(self, config: Config):
         self.config, self.moments, self.distances = config, AskMoments(config), AskDistances()
 
-    def taught(self, engine: Engine, state: ServerState, receipts: Receipts) -> ServerState:
-        """A state that knows what is familiar to the clients as they are now, and where rows are gone (``gone`` in
-        the report) what was so before."""
+    def taught(
+        self, engine: Engine, state: ServerState, receipts: Receipts, before: torch.Tensor | None = None
+    ) -> ServerState:
+        """A state that knows what is familiar to the clients as they are now, and what was so ``before``."""
         state = state.forgetting()
         if state.router is None or state.phi is None:
             return state
-        before = state.known if state.report.get("gone") else None
         router, phi, known = self.learn(engine, state.router, state.phi[0], receipts, before)
         return replace(state, router=router, phi=phi[None], known=state.known if known is None else known)
 

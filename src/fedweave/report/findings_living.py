@@ -34,8 +34,9 @@ def unfed_expert(run: RunRecord) -> str | None:
     if not unfed:
         return None
     return (
-        f"Nobody has examples for expert {', '.join(map(str, unfed))} any more. It stays as it is and still "
-        "answers its kind of prompt; with living.retire=N such an expert closes after N rounds."
+        f"Nobody has examples for expert {', '.join(map(str, unfed))} any more. It stays as it is, and "
+        "its prompts go to it until another expert opens, which nobody can tell from them (docs/living.md). With "
+        "living.retire=N such an expert closes after N rounds."
     )
 
 
