@@ -254,6 +254,28 @@ def test_an_expert_that_nobody_feeds_is_retired_where_that_is_asked_for(living, 
     assert all(max(client.assignment) < experts - 1 for client in engine.members)
 
 
+def test_an_expert_that_loses_its_last_rows_is_told_of_also_when_another_one_closes(living, backbone):
+    engine, method = federation(changed(living, living={"retire": 1}), backbone)
+    said: list[str] = []
+    engine.console.say = said.append
+    state, _ = method.live(engine, method.prepare(engine), 1)
+
+    def nobody_has(lost: int) -> None:
+        for client in engine.members:
+            kept = [c for c, m in enumerate(client.assignment) if m != lost]
+            client.buckets = [client.buckets[c] for c in kept]
+            client.assignment = [client.assignment[c] for c in kept]
+
+    nobody_has(0)
+    state, change = method.live(engine, state, 2)
+    assert (change.unfed, change.retired) == ([0], [])
+    nobody_has(state.layout.experts - 1)
+    state, change = method.live(engine, state, 3)
+    engine.detach()
+    assert (change.unfed, change.retired) == ([state.layout.experts - 1], [0]), "by the number that it has now"
+    assert said.count(f"before round 4: nobody who is here feeds expert {change.unfed[0]}; it stays as it is") == 1
+
+
 def test_a_round_without_any_row_is_one_sentence(living, backbone):
     engine, method = federation(living, backbone)
     state = method.prepare(engine)

@@ -198,8 +198,7 @@ class Living:
         known = state.report.get("unfed", [])
         if unfed == known:
             return state
-        if not (change.merged or change.retired):  # numbers that can be compared
-            change.unfed, change.fed_again = sorted(set(unfed) - set(known)), sorted(set(known) - set(unfed))
+        change.unfed, change.fed_again = sorted(set(unfed) - set(known)), sorted(set(known) - set(unfed))
         for m in change.unfed:
             engine.console.say(
                 f"before round {change.t + 1}: nobody who is here feeds expert {m}; it stays as it is"
@@ -219,6 +218,7 @@ class Living:
         router, phi = router.narrowed(state.phi[0], kept)
         lists = {name: state.report.get(name, []) for name in ("signed_buckets", "born", "openers", "idle")}
         report = state.report | {name: [had[m] for m in kept if m < len(had)] for name, had in lists.items()}
+        report["unfed"] = [place[m] for m in state.report.get("unfed", []) if m in place]
         doubts = {name: [had[m] for m in kept if m < len(had)] for name, had in state.bucket_doubts.items()}
         return replace(
             state, layout=narrow, theta=theta, router=router, phi=phi[None], signatures=state.signatures[kept],
