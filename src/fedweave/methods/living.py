@@ -14,7 +14,6 @@ from fedweave.aggregation.robust import Standing
 from fedweave.alignment.align import expert_distances
 from fedweave.alignment.novelty import alike, novel, novelty_limit
 from fedweave.config import Config
-from fedweave.errors import UserError
 from fedweave.federation.admission import Receipts
 from fedweave.federation.client import Member, examples_of
 from fedweave.federation.engines.base import Engine
@@ -53,11 +52,6 @@ class Living:
     def settle(self, engine: Engine, state: ServerState, change: Change) -> ServerState:
         """Everything that may happen to experts before a round."""
         settings = self.config.living
-        if state.signatures is None:
-            raise UserError(
-                "this run has kept no signatures to tell new kinds from, since it began with living.notice=off; go "
-                "on with off, or start anew."
-            )
         state = self.place(engine, state, change)
         state = self.merge(engine, state, change) if settings.merge else state
         state = self.retire(engine, state, change) if settings.retire else state

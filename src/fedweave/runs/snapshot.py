@@ -93,6 +93,11 @@ class Snapshot:
                 f"{backbone.name} as loaded now; {other_weights(backbone.name)} (run and resume: backbone.model=…, "
                 "backbone.weights=…)."
             )
+        if config.living.notice != "off" and "signatures" not in self.tensors:
+            raise UserError(
+                "this run has kept no signatures to tell new kinds from, since it began with living.notice=off; go "
+                "on with off, or start anew."
+            )
 
     def state(self, layers: Mapping[str, Shaped], device: torch.device, prefix: str = "") -> ServerState:
         """The last round's state."""
