@@ -282,6 +282,11 @@ class Config:
         asked = self.router.training
         return asked == "soft" or (asked == "auto" and self.living.notice == "off")
 
+    @property
+    def lives(self) -> bool:
+        """Whether rows may change between rounds."""
+        return bool(self.data.changes) or self.living.notice != "off"
+
 
 def load_config(recipe: str | Path, overrides: Sequence[str] = ()) -> Config:
     """Defaults, then the recipe (a name or a YAML file), then ``key.path=value`` overrides."""

@@ -83,7 +83,7 @@ def _check_private(config: Config) -> None:
             aligned and router.familiar not in ("auto", 1.0),
             "needs router.familiar=1 or auto: sums of features would leave the clients",
         ),
-        (_lives(config), "plans for data that stay as they are; leave data.changes empty and living.notice=off"),
+        (config.lives, "plans for data that stay as they are; leave data.changes empty and living.notice=off"),
         (
             config.data.source == "sites" and bool(config.federation.repeats),
             "needs federation.repeats=0: a round that is asked twice is spent twice",
@@ -91,11 +91,6 @@ def _check_private(config: Config) -> None:
     ):
         if broken:
             raise UserError(f"privacy.level={level} {sentence}.")
-
-
-def _lives(config: Config) -> bool:
-    """Whether rows may change between rounds."""
-    return bool(config.data.changes) or config.living.notice != "off"
 
 
 def _check_masked(config: Config) -> None:
@@ -115,7 +110,7 @@ def _check_masked(config: Config) -> None:
         (federation.quarantine > 0, "hides who pulls against the others; set federation.quarantine=0"),
         (federation.update_dtype != "float32", "has its own encoding; set federation.update_dtype=float32"),
         (config.experts.labels == "router", "does not hide each bucket's expert; set experts.labels=buckets"),
-        (_lives(config), "sums over clients that stay as they are; leave data.changes empty and living.notice=off"),
+        (config.lives, "sums over clients that stay as they are; leave data.changes empty and living.notice=off"),
         (clients < 3, "needs three clients in every round: a sum of two tells each of the other"),
     ):
         if broken:

@@ -6,7 +6,7 @@ import pytest
 
 from fedweave.config import from_tree
 from fedweave.data import load_data
-from fedweave.data.changes import new_kinds, vanishing_kinds
+from fedweave.data.changes import new_kinds, too_late, vanishing_kinds
 from fedweave.errors import UserError
 
 SIZES = {"clients": 4, "train": 20, "validation": 2, "test": 2, "alpha": 1.0}
@@ -71,12 +71,35 @@ def test_the_manifest_tells_schedules_apart():
         ("3: client_0 gains poems", "no kind of the data"),
         ("0: client_0 gains sum", "rounds count from 1"),
         ("3: all gain 200% of sum", "up to 100 %"),
+        ("3: all gain 0% of sum", "more than 0"),
+        ("3: all lose 40% of sum", "leave out '40% of'"),
         ("3: all gain 10% of sum", "2 rows for 4 clients"),
     ],
 )
 def test_a_mistake_is_one_sentence(change, reason):
     with pytest.raises(UserError, match=reason):
         load(change)
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        (["3: client_0 gains sum", "3:  client_0 gains sum"], "stands there twice"),
+        (["3: all lose sum", "5: client_1 loses sum"], "no client of these has rows of sum then"),
+        (["3: client_0 gains sum", "2: all lose sum"], "no client of these has rows of sum then"),
+        ([f"1: client_3 loses {kind}" for kind in ("edit", "mood", "choice")], "'client_3' without rows"),
+        ([f"2: client_0 gains {kind}" for kind in ("edit", "sum", "mood", "choice")], "leave 0 rows for 4 clients"),
+    ],
+)
+def test_lines_that_do_not_go_together_are_one_sentence(changes, reason):
+    with pytest.raises(UserError, match=reason):
+        load(*changes)
+
+
+def test_a_change_that_the_run_never_comes_to_is_told():
+    texts = ["4: all lose mood", "9: client_0 gains sum"]
+    assert "ends after round 8, before '9: client_0 gains sum'; what would come" in too_late(texts, 8)
+    assert too_late(texts, 9) == ""
 
 
 def test_own_rows_have_no_schedule(tmp_path):

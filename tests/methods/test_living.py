@@ -254,6 +254,28 @@ def test_an_expert_that_nobody_feeds_is_retired_where_that_is_asked_for(living, 
     assert all(max(client.assignment) < experts - 1 for client in engine.members)
 
 
+def test_an_expert_that_loses_its_last_rows_is_told_of_also_when_another_one_closes(living, backbone):
+    engine, method = federation(changed(living, living={"retire": 1}), backbone)
+    said: list[str] = []
+    engine.console.say = said.append
+    state, _ = method.live(engine, method.prepare(engine), 1)
+
+    def nobody_has(lost: int) -> None:
+        for client in engine.members:
+            kept = [c for c, m in enumerate(client.assignment) if m != lost]
+            client.buckets = [client.buckets[c] for c in kept]
+            client.assignment = [client.assignment[c] for c in kept]
+
+    nobody_has(0)
+    state, change = method.live(engine, state, 2)
+    assert (change.unfed, change.retired) == ([0], [])
+    nobody_has(state.layout.experts - 1)
+    state, change = method.live(engine, state, 3)
+    engine.detach()
+    assert (change.unfed, change.retired) == ([state.layout.experts - 1], [0]), "by the number that it has now"
+    assert said.count(f"before round 4: nobody who is here feeds expert {change.unfed[0]}; it stays as it is") == 1
+
+
 def test_a_round_without_any_row_is_one_sentence(living, backbone):
     engine, method = federation(living, backbone)
     state = method.prepare(engine)
@@ -298,3 +320,45 @@ def test_rows_that_return_after_their_expert_has_closed_open_it_again(living, ba
         False
     ] + 2 * [True]
     assert changes[4].came == {owner.name: len(owner.data)} and changes[4].opened
+
+
+class Vanishing:
+    """Rows of one kind go before round 1, those that are late come before round 2."""
+
+    def __init__(self, client: Client, gone: np.ndarray, late: np.ndarray):
+        self.everything = client.data
+        self.here = [np.flatnonzero(~late), np.flatnonzero(~late & ~gone), np.flatnonzero(~gone)]
+
+    def version(self, t: int) -> int:
+        return min(t, 2)
+
+    def data(self, version: int):
+        return self.everything.part(self.here[version])
+
+
+@pytest.mark.parametrize("known", [True, False], ids=["no expert opens", "an expert opens"])
+def test_what_was_familiar_stays_so_until_an_expert_opens_that_nobody_can_tell_from_it(living, backbone, known):
+    """Nobody has moods any more when sums come and familiar prompts are learned anew."""
+    config = changed(living, router={"training": "chosen", "familiar": 0.95}, data={"train": 60})
+    config = changed(config, alignment={"max_experts": 3}) if known else config  # no room: it is a known one's
+    engine, method = make_engine(config, backbone), build_method(config)
+    moods, said = [], []
+    engine.console.say = said.append
+    for client in engine.members:
+        texts = [backbone.tokenizer.decode(e.ids) for e in client.data.examples]
+        gone, late = (np.array([word in text for text in texts]) for word in ("review", "finds"))
+        moods.append(client.data.features[torch.from_numpy(gone)])
+        client.feed = Vanishing(client, gone, late)
+        client.data = client.feed.data(0)
+    states, opened = [method.prepare(engine)], []
+    for t in (1, 2, 3):
+        state, change = method.live(engine, states[-1], t)
+        states.append(state)
+        opened.append(bool(change.opened))
+    engine.detach()
+    assert opened == [False, not known, False]
+    familiar = [float(state.weights(torch.cat(moods)).any(1).float().mean()) for state in states]
+    assert min(familiar[:2]) > 0.9
+    assert (familiar[3] > 0.9) == known, "with the rows that are left alone moods are strange"
+    assert any("count as strange from now on" in line for line in said) != known
+    assert torch.equal(states[1].known, states[0].known) and not torch.equal(states[2].known, states[1].known)

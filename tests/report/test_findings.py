@@ -49,7 +49,27 @@ def rounded(t, **figures):
     return {"event": "round", "round": t, "refused": [], "agreement": {}, **figures}
 
 
+def bucket(expert, waits=""):
+    return {"client": "c0", "rows": 9, "expert": expert, "nearest": 0, "distance": 0.9, "waits": waits}
+
+
+def changed(t, placed=(), fed=(5, 5), **figures):
+    parts = {name: [] for name in ("opened", "merged", "retired")} | {"came": {"c0": 9}, "went": {}}
+    return {"event": "change", "round": t, "placed": list(placed), "fed": list(fed), "experts": len(fed)} | (
+        parts | figures
+    )
+
+
 CASES = {  # finding -> (fires, keeps quiet)
+    "rows_apart": (
+        {"events": [changed(2, [bucket(-1, "living.notice=open")])]},
+        {"events": [changed(2, [bucket(-1, "living.notice=open")]), changed(4, [bucket(1)])]},
+    ),
+    "unfed_expert": ({"events": [changed(2, fed=(5, 0))]}, {"events": [changed(2)]}),
+    "opened_experts": (
+        {"events": [changed(2, [bucket(1)], opened=[1])]},
+        {"events": [changed(2, [bucket(0)])]},
+    ),
     "starving_expert": (
         {"discovery": discovery(2, clients=clients(([90, 5], [0, 1])))},
         {"discovery": discovery(2, clients=clients(([60, 40], [0, 1])))},
@@ -129,6 +149,27 @@ def test_a_finding_fires_and_keeps_quiet(check, record):
 
 def test_nothing_is_known_of_an_empty_run(record):
     assert findings(record()) == []
+
+
+def test_losses_of_other_data_are_not_compared(record):
+    """Data changed before round 2: what was lower before that is no better."""
+    events = [*validations(0.5, 0.4, 1.5, 1.2, 1.0), changed(2)]
+    titles = {f.title for f in findings(record(events=events, live={"state": "finished"}))}
+    assert "It was still getting better" in titles and "Later rounds did harm" not in titles
+    few = record(events=[*validations(0.5, 0.4, 0.3), changed(2)], live={"state": "finished"})
+    assert "It was still getting better" not in {f.title for f in findings(few)}, "one validation is no course"
+
+
+def test_who_feeds_an_expert_is_looked_up_where_data_changed(record):
+    """An expert that opened is fed, and one that lost its last rows is not starving but left."""
+    run = record(discovery=discovery(2, clients=clients(([90, 5], [0, 1]))), events=[changed(2, fed=(50, 40, 0))])
+    titles = [f.title for f in findings(run)]
+    assert "A starving expert" not in titles and "An expert that nobody feeds" in titles
+
+
+def test_what_waits_is_told_with_the_command_that_opens_it(record):
+    (found,) = [f for f in findings(record(**CASES["rows_apart"][0])) if f.title == "Rows wait for your word"]
+    assert "9 rows of c0: `fedweave resume runs/x living.notice=open` opens" in found.text
 
 
 def test_good_news_is_told_too(record):

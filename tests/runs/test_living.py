@@ -144,6 +144,18 @@ def test_the_operator_is_asked_and_answers_by_resuming(tmp_path, small, capsys):
     assert events(run, "change")[1]["opened"]
 
 
+def test_a_run_that_began_without_noticing_says_so_before_anything_and_goes_on_as_it_was(tmp_path, small, capsys):
+    run = tmp_path / "run"
+    quiet = [item for item in OPENING if not item.startswith("living.notice")]
+    assert main(["run", "quickstart", *small, *quiet, "training.rounds=1", f"output={run}", "--quiet"]) == 0
+    capsys.readouterr()
+    assert main(["resume", str(run), "living.notice=open", "training.rounds=2"]) != 0
+    said = capsys.readouterr().err
+    assert "kept no signatures" in said and "resuming" not in said and "features" not in said
+    assert load_config(run / "config.yaml").living.notice == "off", "and is not spoilt by having been asked"
+    assert main(["resume", str(run), "training.rounds=2", "--quiet"]) == 0
+
+
 def test_what_one_client_alone_brings_waits_also_in_a_run_that_is_resumed(tmp_path, small, says):
     """Its first kind opens an expert; the second one is looked at once, and opens when the operator says so."""
     whole, broken, rounds = tmp_path / "whole", tmp_path / "broken", (1, 2, 3, 4)

@@ -62,6 +62,8 @@ def _deal(config: Config, found: TaskFolder, notes: list[str]) -> FederatedData:
         data.changes, names, list(dict.fromkeys(n for row in rows for n in (row.task, row.kind)))
     )
     rows, later = hold_back(changes, rows, config.seed)
+    if later and len(rows) < data.clients:
+        raise UserError(f"data.changes leave {len(rows)} rows for {data.clients} clients in the beginning.")
     train = by_kind(rows)
     if data.partition == "pure":
         shares = pure_partition(train, data.clients, config.seed)

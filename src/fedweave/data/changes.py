@@ -36,7 +36,22 @@ class Change:
 
 def read_changes(texts: Sequence[str], clients: Sequence[str], kinds: Sequence[str]) -> list[Change]:
     """The lines of ``data.changes``, in the order of their rounds."""
-    return sorted((_read(text, clients, kinds) for text in texts), key=lambda change: change.round)
+    found = [_read(text, clients, kinds) for text in texts]
+    for i, change in enumerate(found):
+        if change in found[:i]:
+            raise UserError(f"data.changes: {change.text!r} stands there twice; leave one of them out.")
+    return sorted(found, key=lambda change: change.round)
+
+
+def too_late(texts: Sequence[str], rounds: int) -> str:
+    """What to tell of lines that a run of so many rounds never comes to; empty where there are none."""
+    late = [text for text in texts if (match := _CHANGE.fullmatch(text)) and int(match[1]) > rounds]
+    if not late:
+        return ""
+    return (
+        f"data.changes: the run ends after round {rounds}, before {', '.join(map(repr, late))}; what would come "
+        "then stays away."
+    )
 
 
 def _read(text: str, clients: Sequence[str], kinds: Sequence[str]) -> Change:
@@ -54,9 +69,14 @@ def _read(text: str, clients: Sequence[str], kinds: Sequence[str]) -> Change:
     if kind not in kinds:
         raise UserError(f"data.changes: {text!r} names no kind of the data: {nearest(kind, kinds)}")
     share = float(percent or 100) / 100
-    if int(number) < 1 or not 0 < share <= 1 or (verb == "lose" and percent):
-        raise UserError(f"data.changes: {text!r}: rounds count from 1, and up to 100 % of a kind can be gained.")
-    return Change(text, int(number), named, verb == "gain", kind, share)
+    for broken, sentence in (
+        (int(number) < 1, "rounds count from 1"),
+        (verb == "lose" and percent, f"a kind is lost as a whole; leave out '{percent}% of'"),
+        (not 0 < share <= 1, "more than 0 and up to 100 % of a kind can be gained"),
+    ):
+        if broken:
+            raise UserError(f"data.changes: {text!r}: {sentence}.")
+    return Change(" ".join(text.split()), int(number), named, verb == "gain", kind, share)
 
 
 def new_kinds(texts: Sequence[str], rounds: int) -> dict[str, int]:
@@ -105,9 +125,11 @@ def hold_back(
 def courses(
     clients: Mapping[str, list[Example]], changes: Sequence[Change], later: Mapping[Change, list[Example]]
 ) -> dict[str, Course]:
-    """Every client's rows over the rounds. A gain is dealt out evenly among its clients."""
+    """Every client's rows over the rounds. A gain is dealt out evenly among its clients. Everybody has some in the
+    beginning: its buckets are found there."""
     found = {name: Course(list(rows), {0: list(range(len(rows)))}) for name, rows in clients.items()}
     for change in changes:
+        before = sum(len(found[name].here[max(found[name].here)]) for name in change.clients)
         for place, name in enumerate(change.clients):
             course = found[name]
             here = course.here[max(course.here)]
@@ -118,4 +140,12 @@ def courses(
             else:
                 here = [i for i in here if not change.concerns(course.rows[i])]
             course.here[0 if change.round == 1 else change.round] = here
+        if before == sum(len(found[name].here[max(found[name].here)]) for name in change.clients):
+            raise UserError(f"data.changes: {change.text!r}: no client of these has rows of {change.kind} then.")
+    for name, course in found.items():
+        if not course.here[0]:
+            raise UserError(
+                f"data.changes leave {name!r} without rows in the beginning; let it keep a kind, or raise "
+                "data.train."
+            )
     return found

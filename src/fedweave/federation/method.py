@@ -118,7 +118,7 @@ class Method(ABC):
     def live(self, engine: Engine, state: ServerState, t: int) -> tuple[ServerState, Change]:
         """Before round t: whose rows have changed, and what becomes of them. Nobody is asked where nothing can."""
         change, config = Change(t), self.config
-        if t == 0 or not (config.data.changes or config.living.notice != "off"):
+        if t == 0 or not config.lives:
             return state, change
         question, heard = Message(facts={"t": t, "experts": state.layout.experts}), Receipts()
         for member, told in engine.ask(self.news, engine.members, question, heard):

@@ -25,6 +25,7 @@ class ServerState(Broadcast):
 
     private: torch.Tensor | None = None  # [clients, P] what clients keep, where the server plays them
     signatures: torch.Tensor | None = None  # [M, D] means of the experts' buckets, for clients that come later
+    known: torch.Tensor | None = None  # what familiar prompts were like, for when some of them are gone
     norms: dict[str, list[float]] = field(default_factory=dict)  # median norms of accepted updates, recent rounds
     standing: dict[str, float] = field(default_factory=dict)  # client -> how far it has pulled with the others
     doubts: dict[str, int] = field(default_factory=dict)  # client -> rounds in a row in which it pulled against all
@@ -33,7 +34,7 @@ class ServerState(Broadcast):
 
     def tensors(self) -> dict[str, torch.Tensor]:
         """What a checkpoint must hold."""
-        own = {"private": self.private, "signatures": self.signatures}
+        own = {"private": self.private, "signatures": self.signatures, "known": self.known}
         return super().tensors() | {name: tensor for name, tensor in own.items() if tensor is not None}
 
 

@@ -6,6 +6,11 @@ clients, and how far out familiar prompts lie from counts: it never sees a promp
 were fitted to lie closer than new ones will, so a limit taken from them would send too many away. Each half of the
 prompts is therefore held against the directions of the other half. Counts say how far out the farthest then lie, as
 multiples of the mean; the sums say what that mean is for directions that all prompts were fitted to.
+
+In a federation that lives familiar prompts are learned anew when rows come. Where others have gone since, or
+whoever has them is away, what was familiar before stays so: else their prompts would be strange, and never reach
+the expert that still knows how to answer them. Where an expert opens after they have gone it does not: nobody could
+teach the router to tell them from the new kind, and strange prompts are answered better than wrongly routed ones.
 """
 
 import math
@@ -136,6 +141,24 @@ def together(told: Iterable[tuple[float, Moments]]) -> Moments | None:
     return total
 
 
+def remembered(total: Moments) -> torch.Tensor:
+    """Both halves as one, [1 + d + d (d + 1) / 2]: rows, mean, covariance, in float32, which a checkpoint holds."""
+    rows = total.rows.sum().double()
+    mean, second = total.sums.sum(0) / rows, total.products.sum(0) / rows
+    row, column = torch.triu_indices(len(mean), len(mean))
+    return torch.cat([rows[None], mean, second - mean[row] * mean[column]]).float()
+
+
+def with_remembered(total: Moments, known: torch.Tensor) -> Moments:
+    """These sums and, a half of it to each, what was familiar before."""
+    d = total.sums.shape[1]
+    rows, mean, covariance = known.double().cpu().split([1, d, d * (d + 1) // 2])
+    row, column = torch.triu_indices(d, d)
+    products = covariance + mean[row] * mean[column]
+    half = rows / 2
+    return Moments(total.rows + half, total.sums + half * mean, total.products + half * products)
+
+
 class Span(NamedTuple):
     """Directions that some prompts span, and how far outside of them these lie on average."""
 
@@ -238,29 +261,38 @@ class Familiarity:
     def __init__(self, config: Config):
         self.config, self.moments, self.distances = config, AskMoments(config), AskDistances()
 
-    def taught(self, engine: Engine, state: ServerState, receipts: Receipts) -> ServerState:
-        """A state that knows what is familiar to the clients as they are now."""
+    def taught(
+        self, engine: Engine, state: ServerState, receipts: Receipts, before: torch.Tensor | None = None
+    ) -> ServerState:
+        """A state that knows what is familiar to the clients as they are now, and what was so ``before``."""
         state = state.forgetting()
         if state.router is None or state.phi is None:
             return state
-        router, phi = self.learn(engine, state.router, state.phi[0], receipts)
-        return replace(state, router=router, phi=phi[None])
+        router, phi, known = self.learn(engine, state.router, state.phi[0], receipts, before)
+        return replace(state, router=router, phi=phi[None], known=state.known if known is None else known)
 
     def learn(
-        self, engine: Engine, router: RouterLayout, phi: torch.Tensor, receipts: Receipts
-    ) -> tuple[RouterLayout, torch.Tensor]:
-        """(router, φ [Q]) that know familiar prompts; as they came where there are too few prompts to tell."""
+        self,
+        engine: Engine,
+        router: RouterLayout,
+        phi: torch.Tensor,
+        receipts: Receipts,
+        before: torch.Tensor | None = None,
+    ) -> tuple[RouterLayout, torch.Tensor, torch.Tensor | None]:
+        """(router, φ [Q]) that know familiar prompts, those ``before`` among them; as they came where there are too
+        few prompts to tell. And what is to be remembered of them, where data may change."""
         heard = Receipts(bytes_up=receipts.bytes_up)
         members = [member for member in engine.members if member.takes_part]
         part = believed({member.index: len(member) for member in members}, self.config)
         replies = engine.ask(self.moments, members, Message(), heard)
         told = ((part.get(member.index, 1.0), moments) for member, moments in replies)
         if (total := together(told)) is None:
-            return router, phi
+            return router, phi, None
+        total = total if before is None else with_remembered(total, before)
         rows, sums, products = total
         count = min(_AXES, router.width // 4, int(rows.min()) // _ROWS)
         if count < 1:
-            return router, phi
+            return router, phi, None
         share = rows / rows.sum()
         means, flat = sums / rows[:, None], products / rows[:, None]  # [2, d], [2, d (d + 1) / 2]
         row, column = torch.triu_indices(router.width, router.width)
@@ -276,10 +308,11 @@ class Familiarity:
             own += [reach(found, asked)] if found.any() else []
             counts += part.get(member.index, 1.0) * found
         if not counts.any():  # nobody has said how far out familiar prompts lie: all are
-            return router, phi
+            return router, phi, None
         reached = reach(counts, asked)
         if chosen_share(self.config) < 1:
             reached = min(reached, _FARTHEST * median_low(own))
         limit = reached * span.distance * farther(halves, far)
         limit *= self.config.router.doubt
-        return router.knowing(phi, span.mean, span.scale, span.axes, limit)
+        known = remembered(total) if self.config.lives else None
+        return (*router.knowing(phi, span.mean, span.scale, span.axes, limit), known)

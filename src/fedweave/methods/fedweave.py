@@ -88,12 +88,20 @@ class FedWeave(Aligned):
 
     def settle(self, engine: Engine, state: ServerState, change: Change) -> ServerState:
         state = self.living.settle(engine, state, change) if self.lives else state
+        gone = bool(change.went) or len(engine.present()) < len(engine.members) or state.report.get("gone", False)
         if self.familiar is not None and (change.placed if self.lives else change.came):  # what trains is familiar
             heard = Receipts()
-            state = self.familiar.taught(engine, state, heard)
+            if gone and change.opened:
+                engine.console.say(
+                    f"before round {change.t + 1}: prompts of rows that are gone or away count as strange from now "
+                    "on: nobody can tell them from the new kind"
+                )
+            state = self.familiar.taught(engine, state, heard, state.known if gone and not change.opened else None)
             assert state.router is not None
             change.heard(heard, Message({"spans": torch.empty(2, state.router.axes + 2, state.router.width)}))
-        return state
+            gone = gone and not change.opened
+        known = state.report.get("gone", False)
+        return state if gone == known else replace(state, report=state.report | {"gone": gone})
 
     def labels(self, client: Client, state: RoutedExperts) -> torch.Tensor:
         """They follow from what was broadcast, so that no client needs to remember them."""

@@ -14,7 +14,6 @@ from fedweave.aggregation.robust import Standing
 from fedweave.alignment.align import expert_distances
 from fedweave.alignment.novelty import alike, novel, novelty_limit
 from fedweave.config import Config
-from fedweave.errors import UserError
 from fedweave.federation.admission import Receipts
 from fedweave.federation.client import Member, examples_of
 from fedweave.federation.engines.base import Engine
@@ -53,11 +52,6 @@ class Living:
     def settle(self, engine: Engine, state: ServerState, change: Change) -> ServerState:
         """Everything that may happen to experts before a round."""
         settings = self.config.living
-        if state.signatures is None:
-            raise UserError(
-                "this run has kept no signatures to tell new kinds from, since it began with living.notice=off; go "
-                "on with off, or start anew."
-            )
         state = self.place(engine, state, change)
         state = self.merge(engine, state, change) if settings.merge else state
         state = self.retire(engine, state, change) if settings.retire else state
@@ -198,8 +192,7 @@ class Living:
         known = state.report.get("unfed", [])
         if unfed == known:
             return state
-        if not (change.merged or change.retired):  # numbers that can be compared
-            change.unfed, change.fed_again = sorted(set(unfed) - set(known)), sorted(set(known) - set(unfed))
+        change.unfed, change.fed_again = sorted(set(unfed) - set(known)), sorted(set(known) - set(unfed))
         for m in change.unfed:
             engine.console.say(
                 f"before round {change.t + 1}: nobody who is here feeds expert {m}; it stays as it is"
@@ -219,6 +212,7 @@ class Living:
         router, phi = router.narrowed(state.phi[0], kept)
         lists = {name: state.report.get(name, []) for name in ("signed_buckets", "born", "openers", "idle")}
         report = state.report | {name: [had[m] for m in kept if m < len(had)] for name, had in lists.items()}
+        report["unfed"] = [place[m] for m in state.report.get("unfed", []) if m in place]
         doubts = {name: [had[m] for m in kept if m < len(had)] for name, had in state.bucket_doubts.items()}
         return replace(
             state, layout=narrow, theta=theta, router=router, phi=phi[None], signatures=state.signatures[kept],

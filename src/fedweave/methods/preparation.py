@@ -131,8 +131,9 @@ class Aligned(Method):
             distance, blocks = distance[np.ix_(here, here)], [block[here] for block in blocks]
         shown = distance.astype(float).round(6).tolist() if len(distance) <= _SHOWN_PROTOTYPES else None
         report["signature_distance"] = shown
+        known = None
         if self.familiar is not None:
-            router, phi = self.familiar.learn(engine, router, phi, warmed)
+            router, phi, known = self.familiar.learn(engine, router, phi, warmed)
             down += 4 * 2 * router.width * (router.axes + 2)  # what each half of the prompts spans
         elif config.router.familiar == "auto" and config.privacy.level != "none":
             engine.console.say(
@@ -153,8 +154,8 @@ class Aligned(Method):
             report["signed_buckets"] = [owners.count(m) for m in range(layout.experts)]
             means = torch.from_numpy(expert_means(blocks, owners, layout.experts))  # [M, D]
         return ServerState(
-            layout, router, theta.to(engine.device), phi[None], signatures=means, standing=standing.evidence,
-            report=report,
+            layout, router, theta.to(engine.device), phi[None], signatures=means, known=known,
+            standing=standing.evidence, report=report,
         )  # fmt: skip
 
     def reconsider(self, engine: Engine, before: ServerState, after: ServerState) -> ServerState:

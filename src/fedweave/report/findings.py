@@ -1,54 +1,26 @@
 """What a run's figures say in plain words. Each finding is one pure function of a run's record: it fires or not.
 
 A finding names what was seen, why it matters and what to try. Thresholds are judgement, and stand beside the code
-that uses them so that they can be argued with.
+that uses them so that they can be argued with. Those on what changed in mid-run are in
+:mod:`fedweave.report.findings_living`.
 """
 
 import math
 from collections import Counter
-from collections.abc import Callable
-from dataclasses import dataclass
-from functools import wraps
 
+from fedweave.report import findings_living  # noqa: F401 - its findings enlist themselves
+from fedweave.report.enlist import FINDINGS, Finding, by_level, finding
 from fedweave.runs.reading import RunRecord
 from fedweave.runs.text import DECIDED
-
-
-@dataclass(frozen=True)
-class Finding:
-    """One remark; ``level`` is warning, note or good."""
-
-    level: str
-    title: str
-    text: str
-
-
-Check = Callable[[RunRecord], Finding | None]
-FINDINGS: list[Check] = []
-
-
-def finding(level: str, title: str) -> Callable[[Callable[[RunRecord], str | Finding | None]], Check]:
-    """A function that gives a finding's text, or nothing, becomes one of the findings; it may also give another one
-    in its place."""
-
-    def enlist(said: Callable[[RunRecord], str | Finding | None]) -> Check:
-        @wraps(said)
-        def check(run: RunRecord) -> Finding | None:
-            found = said(run)
-            return Finding(level, title, found) if isinstance(found, str) else found
-
-        FINDINGS.append(check)
-        return check
-
-    return enlist
 
 
 @finding("warning", "A starving expert")
 def starving_expert(run: RunRecord) -> str | None:
     """An expert with less than a quarter of an even share of the examples learns little."""
-    totals = [sum(column) for column in zip(*run.feeding.values(), strict=True)]
+    totals = run.fed
     fair = sum(totals) / max(1, len(totals))
-    starving = [m for m, total in enumerate(totals) if total < fair / 4]
+    # one that has lost its last rows is another matter, and told by itself
+    starving = [m for m, total in enumerate(totals) if total < fair / 4 and (total or not run.changes)]
     if run.experts < 2 or not starving:
         return None
     listed = ", ".join(f"expert {m} ({totals[m]} of {sum(totals)} examples)" for m in starving)
@@ -255,10 +227,10 @@ def went_back(run: RunRecord) -> str | None:
 @finding("note", "Later rounds did harm")
 def overfitting(run: RunRecord) -> str | None:
     """Validation loss well above its best by the end."""
-    losses = [event["loss"] for event in run.validations]
+    losses = [event["loss"] for event in run.comparable]
     if run.setbacks or len(losses) < 3 or losses[-1] < 1.02 * min(losses):
         return None
-    best = run.validations[losses.index(min(losses))]["round"]
+    best = run.comparable[losses.index(min(losses))]["round"]
     return (
         f"The validation loss was lowest after round {best} ({min(losses):.3f}) and ended at {losses[-1]:.3f}. "
         "The best round is what FedWeave serves; fewer rounds or a lower training.lr would save time."
@@ -268,7 +240,7 @@ def overfitting(run: RunRecord) -> str | None:
 @finding("note", "It was still getting better")
 def still_improving(run: RunRecord) -> str | None:
     """The last round was the best, and by more than a trifle."""
-    losses = [event["loss"] for event in run.validations]
+    losses = [event["loss"] for event in run.comparable]
     if run.state != "finished" or len(losses) < 3 or losses[-1] > min(losses):
         return None
     gain = (losses[-2] - losses[-1]) / max(losses[-2], 1e-12)
@@ -337,8 +309,3 @@ def small_test(run: RunRecord) -> str | None:
 def findings(run: RunRecord) -> list[Finding]:
     """Everything that fires for a run."""
     return by_level([finding for check in FINDINGS if (finding := check(run)) is not None])
-
-
-def by_level(found: list[Finding]) -> list[Finding]:
-    """Warnings first."""
-    return sorted(found, key=lambda finding: ("warning", "note", "good").index(finding.level))

@@ -49,9 +49,8 @@ def mixture(run: RunRecord) -> Picture | None:
     named_rows(ax, clients, "training examples")
     ax.set_xlim(0, 1.1 * max(sizes))
     legend(ax)
-    return Picture(
-        "mixture", "What each client holds", "Tasks are known to this page, never to the method.", figure
-    )
+    caption = f"{_at_first(run)}Tasks are known to this page, never to the method."
+    return Picture("mixture", "What each client holds", caption, figure)
 
 
 def feeding(run: RunRecord) -> Picture | None:
@@ -64,9 +63,13 @@ def feeding(run: RunRecord) -> Picture | None:
         width=max(4.2, min(8.0, 1.6 + 0.6 * run.aligned)), height=max(2.0, 0.7 + 0.27 * len(values))
     )
     shaded_table(ax, shares, list(run.feeding), [f"E{m}" for m in range(run.aligned)], "{:.0%}", clients=True)
-    return Picture(
-        "clients-experts", "Who feeds which expert", "Share of a client's examples aligned to each expert.", figure
-    )
+    caption = f"{_at_first(run)}Share of a client's examples aligned to each expert."
+    return Picture("clients-experts", "Who feeds which expert", caption, figure)
+
+
+def _at_first(run: RunRecord) -> str:
+    """What a picture of the beginning says where it did not stay so."""
+    return "Before round 1; what changed since then has a chapter of its own. " if run.changes else ""
 
 
 # -------------------------------------------------------------------------------------- signatures

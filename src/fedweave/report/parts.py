@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from fedweave.report.findings import Finding
+from fedweave.report.enlist import Finding
 from fedweave.report.style import Picture
 
 
@@ -13,6 +13,7 @@ class Table:
     header: list[str]
     rows: list[list[str]]
     best: int | None = None  # the row to stress
+    words: bool = False  # sentences, not figures
 
 
 @dataclass

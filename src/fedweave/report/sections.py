@@ -14,8 +14,9 @@ from fedweave.console import duration, table
 from fedweave.errors import UserError
 from fedweave.json_files import read_json
 from fedweave.report import curves, maps, theory, tradeoffs
+from fedweave.report.enlist import Finding, by_level
 from fedweave.report.experts import what_experts_are
-from fedweave.report.findings import Finding, by_level, findings
+from fedweave.report.findings import findings
 from fedweave.report.groups import Group
 from fedweave.report.parts import Section, Table
 from fedweave.report.timeline import life
@@ -287,7 +288,9 @@ def cards(groups: Sequence[Group]) -> list[dict[str, str]]:
     elif lead.validations:
         shown["validation loss"] = f"{lead.validations[-1]['loss']:.3f}"
     if clients:
-        shown["buckets → experts"] = f"{sum(len(c['buckets']) for c in clients.values())} → {lead.experts}"
+        shown["buckets → experts"] = f"{sum(len(c['buckets']) for c in clients.values())} → {lead.aligned}"
+    if lead.experts != lead.aligned and clients:
+        shown["experts by now"] = str(lead.experts)
     if audit:
         shown["global purity"] = f"{audit['global']['purity']:.2f}"
     shown["rounds"] = f"{lead.completed} of {lead.config.training.rounds}"

@@ -2,7 +2,7 @@
 
 from fedweave.analysis.worth import CAVEAT, Figure, Worth, answer, kinds, read_worth, rows, value, verdict
 from fedweave.console import table
-from fedweave.report.findings import Finding
+from fedweave.report.enlist import Finding
 from fedweave.report.parts import Section, Table
 from fedweave.report.style import MUTED, Picture, canvas, colour, legend, named_rows
 from fedweave.runs.reading import RunRecord

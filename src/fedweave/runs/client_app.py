@@ -9,7 +9,7 @@ from flwr.clientapp import ClientApp
 from fedweave.console import Console
 from fedweave.federation.engines.flower.transport import from_records, to_records
 from fedweave.federation.message import Message
-from fedweave.federation.site.site import Models, Share, Site, lives, read_config
+from fedweave.federation.site.site import Models, Share, Site, read_config
 from fedweave.methods import build_method
 
 app = ClientApp()
@@ -39,7 +39,7 @@ def _simulated(question: Message, partition: int) -> Message:
     site = _sites.get(partition)
     if site is None or not isinstance(site.source, Share) or site.source.config != config:
         # a client may be asked in another of Ray's processes the next time: what it keeps is in the run's folder
-        kept = Path(question.facts["federation"]) / "sites" / str(partition) if lives(config) else None
+        kept = Path(question.facts["federation"]) / "sites" / str(partition) if config.lives else None
         site = Site(Share(config, partition, kept), _models, build_method, Console(quiet=True))
         _sites[partition] = site
     try:

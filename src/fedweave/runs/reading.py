@@ -86,9 +86,14 @@ class RunRecord:
         chosen = self.summary["validation"]["best_round"] if self.summary is not None else None
         if found := next((e for e in self.validations if e["round"] == chosen), None):
             return found
+        return min(self.comparable, key=lambda e: e["loss"], default=None)
+
+    @property
+    def comparable(self) -> list[ValidationEvent]:
+        """Validations since the data last changed: losses before that are of experts for other data."""
         other = ("came", "went", "placed", "merged", "retired")  # as Change.__bool__
         since = max((event["round"] for event in self.changes if any(event.get(key) for key in other)), default=0)
-        return min((e for e in self.validations if e["round"] >= since), key=lambda e: e["loss"], default=None)
+        return [event for event in self.validations if event["round"] >= since]
 
     @property
     def completed(self) -> int:
@@ -189,6 +194,13 @@ class RunRecord:
                     row[expert] += size
             out[name] = row
         return out
+
+    @property
+    def fed(self) -> list[int]:
+        """Examples of every expert that there is, [M], since something last changed."""
+        if self.changes:
+            return self.changes[-1]["fed"]
+        return [sum(column) for column in zip(*self.feeding.values(), strict=True)]
 
     # ---------------------------------------------------------------------------------- the end
 

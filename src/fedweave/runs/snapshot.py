@@ -93,10 +93,21 @@ class Snapshot:
                 f"{backbone.name} as loaded now; {other_weights(backbone.name)} (run and resume: backbone.model=…, "
                 "backbone.weights=…)."
             )
+        if config.living.notice != "off" and "signatures" not in self.tensors:
+            raise UserError(
+                "this run has kept no signatures to tell new kinds from, since it began with living.notice=off; go "
+                "on with off, or start anew."
+            )
 
     def state(self, layers: Mapping[str, Shaped], device: torch.device, prefix: str = "") -> ServerState:
         """The last round's state."""
-        names = ("theta", "phi", "private", "signatures")  # what the best round has in common is there once
+        names = (
+            "theta",
+            "phi",
+            "private",
+            "signatures",
+            "known",
+        )  # what the best round has in common is there once
         parts = {name: self.tensors.get(f"{prefix}{name}", self.tensors.get(name)) for name in names}
         on_device = {name: t.to(device) for name, t in parts.items() if t is not None}
         meta, theta, phi = self.meta, on_device["theta"], on_device.get("phi")
@@ -115,6 +126,7 @@ class Snapshot:
             pace=meta["pace"],
             private=on_device.get("private"),
             signatures=on_device.get("signatures"),
+            known=on_device.get("known"),
             norms=meta["norms"],
             standing=meta.get("standing", {}),
             doubts=meta["doubts"],

@@ -14,6 +14,7 @@ from fedweave.backbone.targets import spelled_out
 from fedweave.config import BackboneConfig, Config
 from fedweave.console import Console
 from fedweave.data import FederatedData, load_data
+from fedweave.data.changes import too_late
 from fedweave.data.clients import ClientWeights
 from fedweave.data.examples import Course, Example
 from fedweave.data.hostile import ON_ROWS
@@ -200,6 +201,8 @@ def prepare(config: Config, console: Console, kept: Kept | None = None) -> Prepa
     """Load data and backbone, tokenise, and complain about whatever is wrong."""
     if world() is not None and config.data.changes:
         raise UserError("data.changes needs one process; start the run without torchrun.")
+    if late := too_late(config.data.changes, config.training.rounds):
+        console.say(f"note: {late}")
     kept = kept or Kept()
     if kept.backbone is not None and kept.backbone[0] != config.backbone:
         kept.backbone, kept.recent = None, Recent()  # free the old one first

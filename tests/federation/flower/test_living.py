@@ -300,3 +300,31 @@ def test_a_file_that_is_being_written_is_read_later(living, tmp_path, models):
     _, _, reports = federation.run()
     assert not reports[1].change.came and reports[2].change.opened
     assert all(len(report.receipts.accepted) == 3 for report in reports)
+
+
+@pytest.mark.parametrize("long_answers", ["error", "skip"])
+def test_a_new_row_that_cannot_be_used_is_told_once_and_is_no_news(living, tmp_path, models, long_answers):
+    """Its answer leaves no room. Skipped, the others come; else the site goes on, and takes all of them when it is
+    mended."""
+    config = changed(with_rounds(living, rounds=5), data={"long_answers": long_answers})
+    sites, sums = own_sites(config, tmp_path, models)
+    federation = Federation(config, models, sites)
+    most, told = max(sums, key=lambda name: len(sums[name])), []
+    site = next(site for site in sites if site.source.name == most)
+    site.console.warn = told.append
+    file, spoilt = tmp_path / f"{most}.jsonl", {"prompt": "How long?", "response": "very " * 5000}
+
+    def fate(step, node, t):
+        if (step, t, node) == ("train", 0, 100):
+            grow(tmp_path, {most: [*sums[most], spoilt]}, most)
+        if (step, t, node) == ("train", 2, 100):
+            write(file, [json.loads(line) for line in file.read_text().splitlines() if "very very" not in line])
+        return "answers"
+
+    federation.grid.fate = fate
+    _, _, reports = federation.run()
+    came = [report.change.came.get(most, 0) for report in reports]
+    rows = len(sums[most])
+    assert len(told) == 1 and all(len(report.receipts.accepted) == 3 for report in reports)
+    assert [bool(n) for n in came] == [False, long_answers == "skip", False, long_answers == "error", False]
+    assert 0 < max(came) <= rows and site.session.feed.number == 1

@@ -84,6 +84,7 @@ class SiteFeed:
             split = [rows[n] for n in saved["rows"] if n in rows], held
         (self.rows, self.here), (self.held_rows, self.held) = encode(split[0]), encode(split[1])
         self.lost = saved is not None and len(self.rows) < len(saved["rows"])  # while the site was away
+        self.unfit: set[str] = set()  # digests of rows that no training can use: they are no news
 
     def data(self, version: int) -> ClientData:
         return self.here
@@ -91,25 +92,31 @@ class SiteFeed:
     def version(self, t: int) -> int:
         try:
             found = self.source.look(self.index, t)
-        except UserError as error:  # a file that somebody is writing at the moment
+            if found is not None:
+                self._take(found)
+        except UserError as error:  # a file that somebody is writing at the moment, or rows that cannot be used
             self.console.warn(f"{error} The site goes on with the rows that it has.")
-            found = None
-        if found is None:
-            return self.number
+        return self.number
+
+    def _take(self, found: list[Example]) -> None:
+        """These are all rows by now. New ones that cannot be used are an error before anything has moved."""
         there, known = {digest(row) for row in found}, {digest(row) for row in [*self.rows, *self.held_rows]}
         stay = [i for i, row in enumerate(self.rows) if digest(row) in there]
         if self.source.splits:  # rows to validate on are of the same file
             still = [i for i, row in enumerate(self.held_rows) if digest(row) in there]
             self.held_rows, self.held = [self.held_rows[i] for i in still], self.held.part(still)
-        new = [row for row in found if digest(row) not in known]
+        new = [row for row in found if digest(row) not in known | self.unfit]
         if len(stay) == len(self.rows) and not new and not self.lost:
-            return self.number
+            return
+        split = self.source.split(self.config, self.index, new, self.number + 1)
+        train, held = (self.encode(rows) for rows in split)
+        self.unfit |= {digest(row) for row in new} - {digest(row) for row in [*train[0], *held[0]]}
+        if len(stay) == len(self.rows) and not train[0] and not held[0] and not self.lost:
+            return
         self.number, self.lost = self.number + 1, False
-        train, held = (self.encode(rows) for rows in self.source.split(self.config, self.index, new, self.number))
         self.rows = [self.rows[i] for i in stay] + train[0]
         self.here = joined(self.here.part(stay), train[1])
         self.held_rows, self.held = self.held_rows + held[0], joined(self.held, held[1])
-        return self.number
 
     # ---------------------------------------------------------------------------------- over restarts
 

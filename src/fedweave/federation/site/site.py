@@ -287,7 +287,7 @@ class Site:
             return kept, ClientData(self.source.name, encoded, features)
 
         folder = self._folder(federation)
-        saved = read_saved(folder, version) if lives(config) else None
+        saved = read_saved(folder, version) if config.lives else None
         if version and saved is None:
             raise Declined("it has kept no buckets of the rows that it is asked about; start the federation anew.")
         feed = SiteFeed(self.source, config, index, encode, self.console, saved)
@@ -324,7 +324,7 @@ class Site:
     def _remember(self, session: Session) -> None:
         """Put what only this site knows where a restart finds it."""
         memory, folder = session.client.memory, self._folder(session.key[2])
-        if folder is not None and lives(session.key[0]):
+        if folder is not None and session.key[0].lives:
             session.feed.save(folder, session.client)
         if folder is not None and memory.after:
             folder.mkdir(parents=True, exist_ok=True)
@@ -335,11 +335,6 @@ class Site:
             return None
         safe = "".join(c for c in federation if c.isalnum())[:64]
         return self.source.state / "federations" / safe
-
-
-def lives(config: Config) -> bool:
-    """Whether the server asks for news of a site's rows."""
-    return bool(config.data.changes) or config.living.notice != "off"
 
 
 def read_config(question: Message) -> Config:
