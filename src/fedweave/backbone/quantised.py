@@ -21,7 +21,7 @@ from fedweave.backbone.announced import stored_tensors
 from fedweave.backbone.blocks import GGUF, kept_bytes, make_nf4, nf4_bits, read_blocks
 from fedweave.backbone.gguf_names import ARCHITECTURES, added_to_norms, name_of, names_of, order_of
 from fedweave.kernels import INTERPRETED
-from fedweave.kernels.dequantise import Quantised
+from fedweave.kernels.dequantise import Quantised, unpacks_groups
 from fedweave.kernels.frozen import Resident, Scratch, linear
 
 if TYPE_CHECKING:
@@ -123,7 +123,7 @@ def load_quantised(
 
 def in_groups(device: torch.device) -> bool:
     """Whether weights that may lie in groups do so here: where no Triton kernel unpacks them."""
-    return device.type == "cpu" and not INTERPRETED
+    return device.type == "cpu" and not INTERPRETED and unpacks_groups()
 
 
 def _known(module: nn.Module) -> bool:

@@ -33,7 +33,10 @@ from fedweave.kernels import fused, tl, triton
 # Of formats whose groups may lie side by side: what scale and minimum are, and what unpacks [groups, bytes]
 _BESIDE = {4: torch.float16, 8: torch.float32}
 GROUP_BYTES = {4: 16 + 2 * 2, 8: 32 + 2 * 4}
-_UNPACK = {4: torch.ops.quantized.embedding_bag_4bit_unpack, 8: torch.ops.quantized.embedding_bag_byte_unpack}
+_UNPACK = {
+    bits: getattr(torch.ops.quantized, name, None)  # torch speaks of moving these elsewhere one day
+    for bits, name in ((4, "embedding_bag_4bit_unpack"), (8, "embedding_bag_byte_unpack"))
+}
 
 _IN_CACHE = 1 << 21  # numbers that a CPU unpacks at once
 _TILE = 4096  # numbers of a Triton block
@@ -44,6 +47,11 @@ NF4 = (
     -0.18477343022823334, -0.09105003625154495, 0.0, 0.07958029955625534, 0.16093020141124725, 0.24611230194568634,
     0.33791524171829224, 0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1.0,
 )  # fmt: skip
+
+
+def unpacks_groups() -> bool:
+    """Whether this torch unpacks groups that lie side by side."""
+    return all(_UNPACK.values())
 
 
 @dataclass(frozen=True)
@@ -160,7 +168,9 @@ class Quantised:
     def unpacked(self, dtype: torch.dtype) -> Tensor:
         """Of groups what :meth:`dense` gives, but for signs of zeros; in one pass."""
         assert self.groups is not None
-        return _UNPACK[self.format.bits](self.groups.flatten(0, 1)).view(self.shape).to(dtype)
+        unpack = _UNPACK[self.format.bits]
+        assert unpack is not None
+        return unpack(self.groups.flatten(0, 1)).view(self.shape).to(dtype)
 
     def write(self, out: Tensor) -> Tensor:
         """The numbers, computed in float32, into contiguous ``out`` [m, n]."""

@@ -47,7 +47,8 @@ def _room(rows: int) -> int:
 @cache
 def _sooner() -> bool:
     wide = torch.backends.cpu.get_cpu_capability() == "AVX512"
-    return wide and torch.backends.mkldnn.is_available() and "GenuineIntel" not in _maker()
+    there = torch.backends.mkldnn.is_available() and hasattr(torch.ops.mkldnn, "_linear_pointwise")
+    return wide and there and "GenuineIntel" not in _maker()
 
 
 def _maker() -> str:
