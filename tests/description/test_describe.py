@@ -131,7 +131,7 @@ def test_texts_are_cut_wherever_they_have_no_blanks():
     assert text_of(({"role": "system", "content": "S"}, {"role": "user", "content": " a "})) == "a"
     idle = {"name": "", "share": 0.0, "words": []}
     said = {"schema": 1, "source": "", "round": 1, "experts": [idle, {**idle, "share": 1.0}]}
-    assert [words_of(said, e)[0] for e in said["experts"]] == ["it gets no prompt", "none stand out"]
+    assert [words_of(said, e)[0] for e in said["experts"]] == ["it gets none of these prompts", "none stand out"]
     assert shares({"a": 6, "b": 2, "c": 1, "d": 1}, most=2) == "a 60%, b 20%, 2 others 20%"
 
 

@@ -170,6 +170,10 @@ def test_who_feeds_an_expert_is_looked_up_where_data_changed(record):
 def test_what_waits_is_told_with_the_command_that_opens_it(record):
     (found,) = [f for f in findings(record(**CASES["rows_apart"][0])) if f.title == "Rows wait for your word"]
     assert "9 rows of c0: `fedweave resume runs/x living.notice=open` opens" in found.text
+    ended = record(events=[*CASES["rows_apart"][0]["events"], rounded(3)])
+    assert any(
+        "`fedweave resume runs/x living.notice=open training.rounds=5` opens" in f.text for f in findings(ended)
+    )
 
 
 def test_good_news_is_told_too(record):

@@ -99,7 +99,7 @@ def test_everything_copes_with_experts_that_opened(tiny_run, tmp_path, says):
     new = changes[0]["opened"][0]
     assert set(changes[0]["feeders"][new]) == {p["client"] for p in changes[0]["placed"] if p["expert"] == new}
     assert "fed by, at last" in page.read_text()
-    says("budget", run)
+    assert "between rounds" in says("budget", run)
     assert opened in says("watch", run, "--once")
 
 

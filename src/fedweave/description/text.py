@@ -29,7 +29,7 @@ def words_of(found: Experts, expert: Expert) -> list[str]:
     """Its words, or why there are none."""
     if len(found["experts"]) == 1:
         return ["there is one expert, and none to set it apart from"]
-    return expert["words"] or ["none stand out" if expert["share"] else "it gets no prompt"]
+    return expert["words"] or ["none stand out" if expert["share"] else "it gets none of these prompts"]
 
 
 def shares(counts: dict[str, int], most: int = 6) -> str:

@@ -20,8 +20,10 @@ def rows_apart(run: RunRecord) -> str | None:
                 rows[who] = rows.get(who, 0) + bucket["rows"]
     if not waiting:
         return None
+    done = run.completed
+    more = f" training.rounds={done + max(2, done // 2)}" if done >= run.config.training.rounds else ""
     listed = "; ".join(
-        f"{sum(rows.values())} rows of {', '.join(rows)}: `{run.resume} {keys}` opens an expert for them"
+        f"{sum(rows.values())} rows of {', '.join(rows)}: `{run.resume} {keys}{more}` opens an expert for them"
         for keys, rows in waiting.items()
     )
     return f"They are like none before, and nobody trains on them so far. {listed}."

@@ -13,7 +13,7 @@ class Table:
     header: list[str]
     rows: list[list[str]]
     best: int | None = None  # the row to stress
-    words: bool = False  # sentences, not figures
+    prose: bool = False  # sentences, not figures
 
 
 @dataclass

@@ -129,7 +129,7 @@ def life(lead: RunRecord) -> Section:
     section = Section("life", "What changed in mid-run").show(timeline(lead))
     rows = [[str(event["round"]), line] for event in lead.changes for line in happened(event)]
     if rows:
-        section.tables.append(Table(["before round", "what happened"], rows, words=True))
+        section.tables.append(Table(["before round", "what happened"], rows, prose=True))
         fed = [[one.name, one.rounds, _names(dict.fromkeys(one.fed_by, 0)) or "nobody"] for one in lives(lead)]
-        section.tables.append(Table(["expert", "rounds", "fed by, at last"], fed, words=True))
+        section.tables.append(Table(["expert", "rounds", "fed by, at last"], fed, prose=True))
     return section
