@@ -1,13 +1,14 @@
 """Memory and time of a run whose backbone stays quantised, beside the same run with plain weights.
 
-    python -m benchmarks.quantised [--weights dense,stored,nf4] [--turns 2] [--together] [key=value …]
+    python -m benchmarks.quantised [--weights dense,stored] [--turns 2] [--together] [--before FOLDER] [key=value …]
 
 Every kind of ``backbone.weights`` is a whole run of the quickstart in a process of its own: features, discovery,
 rounds and test. Overrides choose the model and the size, as in ``backbone.model=FILE.gguf training.rounds=1``.
 Printed are the process's peak memory, what the weights alone take, seconds of the run and of its phases, processor
 seconds, the best validation loss, and each as a ratio to the first kind; of several turns the median. A GGUF file
 is read once before anything is measured, and no features come from a cache. On a busy machine processor seconds of
-kinds that run together, with OMP_NUM_THREADS=1, still mean something: all meet the same load.
+kinds that run together, with OMP_NUM_THREADS=1, still mean something: all meet the same load. ``--before`` puts the
+same run with plain weights by the code of another checkout first, as one from before weights could stay quantised.
 """
 
 from __future__ import annotations
@@ -61,49 +62,77 @@ def main() -> None:
     parser.add_argument("--weights", type=lambda text: text.split(","), default=["dense", "stored"])
     parser.add_argument("--turns", type=int, default=1)
     parser.add_argument("--together", action="store_true", help="all kinds of a turn at the same time")
+    parser.add_argument("--before", type=Path, help="the folder of a checkout whose quickstart comes first")
     parser.add_argument("--output", type=Path)
     parser.add_argument("--child", help=argparse.SUPPRESS)
     args, overrides = parser.parse_known_args()
     if args.child:
         print(json.dumps(one(args.child, overrides)))
         return
-    turns: dict[str, list[dict[str, float]]] = {weights: [] for weights in args.weights}
+    kinds = [BEFORE] * bool(args.before) + args.weights
+    turns: dict[str, list[dict[str, float]]] = {kind: [] for kind in kinds}
     with ThreadPoolExecutor(len(turns) if args.together else 1) as pool:
         for _ in range(args.turns):
-            for weights, found in zip(turns, pool.map(lambda kind: measured(kind, overrides), turns), strict=True):
-                turns[weights].append(found)
-                print(f"{weights:10} {found}", flush=True)
+            found = pool.map(lambda kind: measured(kind, overrides, args.before), turns)
+            for kind, figures in zip(turns, found, strict=True):
+                turns[kind].append(figures)
+                print(f"{kind:10} {figures}", flush=True)
     results = {
-        weights: {name: statistics.median(turn[name] for turn in own) for name in own[0]}
-        for weights, own in turns.items()
+        kind: {name: statistics.median(turn[name] for turn in own) for name in own[0]}
+        for kind, own in turns.items()
     }
-    first = results[args.weights[0]]
-    for weights in args.weights[1:]:
-        ratios = {name: round(x / first[name], 3) for name, x in results[weights].items() if first.get(name)}
-        print(f"{weights} / {args.weights[0]}: {ratios}")
+    first = results[kinds[0]]
+    for kind in kinds[1:]:
+        ratios = {name: round(x / first[name], 3) for name, x in results[kind].items() if first.get(name)}
+        print(f"{kind} / {kinds[0]}: {ratios}")
     if args.output:
         content = {"overrides": overrides, "turns": args.turns, "together": args.together, **results}
         args.output.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
 
 
-def measured(weights: str, overrides: list[str]) -> dict[str, float]:
+def measured(kind: str, overrides: list[str], before: Path | None) -> dict[str, float]:
     """A whole run in a process of its own."""
     with tempfile.TemporaryDirectory() as cache:
-        _run(["-c", _READ, weights, *overrides], cache)
-        out = _run(["-m", "benchmarks.quantised", "--child", weights, *overrides], cache)
+        if kind == BEFORE and before is not None:
+            _run(["-c", _READ, *overrides], cache, before)
+            out = _run(["-c", _OTHER, *overrides], cache, before)
+        else:
+            _run(["-c", _READ, *overrides, f"backbone.weights={kind}"], cache)
+            out = _run(["-m", "benchmarks.quantised", "--child", kind, *overrides], cache)
     return json.loads(out.splitlines()[-1])
 
 
+BEFORE = "before"
 _READ = """
 import sys
-from fedweave.backbone.load import load_prompts
+from fedweave.backbone import load
 from fedweave.config import load_config
-load_prompts(load_config("quickstart", [*sys.argv[2:], "backbone.weights=" + sys.argv[1]]).backbone)
+getattr(load, "load_prompts", load.load_backbone)(load_config("quickstart", sys.argv[1:]).backbone)
+"""
+_OTHER = """
+import json, resource, sys, tempfile, time
+from pathlib import Path
+from fedweave.cli import main
+with tempfile.TemporaryDirectory() as folder:
+    sys.argv = ["fedweave", "run", "quickstart", *sys.argv[1:], f"output={folder}/run"]
+    if main():
+        raise SystemExit("the other checkout's run failed")
+    summary = json.loads(Path(folder, "run/summary.json").read_text())
+print()
+print(json.dumps({
+    "peak_mib": round(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024),
+    "seconds": round(summary["timing"]["total_s"], 1),
+    "processor_s": round(time.process_time(), 1),
+    "loss": round(summary["validation"]["best_loss"], 4),
+}))
 """
 
 
-def _run(arguments: list[str], cache: str) -> str:
+def _run(arguments: list[str], cache: str, checkout: Path | None = None) -> str:
+    """What a process prints, with this code or a checkout's."""
     environment = os.environ | {"FEDWEAVE_CACHE": cache}
+    if checkout is not None:
+        environment["PYTHONPATH"] = str(checkout.resolve() / "src")
     done = subprocess.run([sys.executable, *arguments], capture_output=True, text=True, env=environment)
     if done.returncode:
         raise SystemExit(done.stderr)
