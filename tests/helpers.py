@@ -7,6 +7,7 @@ import json
 import multiprocessing
 import os
 import re
+import signal
 import socket
 import sys
 import time
@@ -76,6 +77,7 @@ def _in_a_fork(log: Path, environment: dict[str, str], work: Callable[..., int],
     for stream in (1, 2):
         os.dup2(said, stream)
     os.environ.update(environment)
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored where the tests run in a shell's background
     try:
         sys.exit(work(*given))
     finally:
