@@ -1,9 +1,9 @@
-"""Hostile clients on a small model, on a CPU: the study of docs/trust.md in a few minutes.
+"""Studies that take a GPU for an hour, on a small model, on a CPU, in minutes: hostile clients, privacy.
 
-    python -m benchmarks.hostile [--output FOLDER] [--study attacks] [key=value …]
+    python -m benchmarks.small attacks|attack-rules|private-search|private [--output FOLDER] [key=value …]
 
 Makes a Llama of three layers that knows the words of the built-in sample and the shape of its answers, but not
-which answer belongs to which prompt, and runs ``fedweave compare attacks`` on it: 20 clients of the sample.
+which answer belongs to which prompt, and runs ``fedweave compare STUDY`` on it, with clients of the sample.
 Whatever stands in FOLDER is not done again.
 """
 
@@ -68,11 +68,11 @@ def small_model(folder: Path) -> Path:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--output", type=Path, default=Path("runs/hostile"))
-    parser.add_argument("--study", default="attacks")
+    parser.add_argument("study", metavar="STUDY")
+    parser.add_argument("--output", type=Path, default=Path("runs/small"))
     parser.add_argument("--record", type=Path)
     parser.add_argument("overrides", nargs="*", metavar="key=value")
-    arguments = parser.parse_args()
+    arguments = parser.parse_intermixed_args()  # options may stand between the study and its settings
     model = arguments.output / "small"
     if not (model / "model.safetensors").is_file():
         small_model(model)
