@@ -48,6 +48,14 @@ def test_drawn_examples_are_accounted_as_the_tightest_known_accountant_does_or_a
     assert exact.get_epsilon(1e-5) <= 3.0 <= 1.25 * exact.get_epsilon(1e-5)
 
 
+@pytest.mark.parametrize("epsilon, delta", [(0.2, 1e-5), (1.0, 1e-6), (8.0, 1e-5), (30.0, 1e-5)])
+@pytest.mark.parametrize("sums", [((0.2, 10), (0.2, 12), (0.2, 20)), ((0.01, 1000),), ((0.9, 4), (1.0, 1))])
+def test_the_orders_that_are_tried_hold_the_best_of_all(sums, epsilon, delta):
+    noise = budgets._noise(sums, epsilon, delta)
+    whole = budgets._ledger(budgets._ALL, sums, noise).get_epsilon(delta)
+    assert whole == pytest.approx(epsilon, rel=1e-4) == budgets._epsilon(sums, noise, delta)
+
+
 @pytest.mark.parametrize("level", ["client", "example"])
 def test_the_whole_plan_spends_the_target_and_half_of_it_less(level):
     budget = Budget(private(level))
