@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks import private_picture
 from benchmarks.suite_picture import draw, leads
 from fedweave.cli import main
 from fedweave.compare import runner
@@ -222,3 +223,22 @@ def test_the_suites_picture_has_every_seed_that_both_methods_have(tmp_path):
     draw(tmp_path / "suite.json", tmp_path / "suite.svg", "tiny")
     picture = (tmp_path / "suite.svg").read_text()
     assert "−10.0 %" in picture and "+5.0 %" in picture and "freely worded" not in picture
+
+
+def test_the_picture_of_privacy_has_what_the_record_has_and_says_what_it_has_not(tmp_path):
+    def entry(clients, loss, buckets=1, **settings):
+        tested = {"best": {"used": "sparse", "loss": {"sparse": {"macro": loss}, "soft": {"macro": 9.0}}}}
+        return {"clients": clients, "test": tested, "settings": {"discovery.max_buckets": buckets, **settings}}
+
+    found = private_picture.losses({
+        "private/a": entry(20, 1.0), "private/b": entry(20, 2.0), "private/c": entry(20, 5.0, buckets=8),
+        "private/d": entry(200, 3.0, **{"privacy.level": "client", "privacy.epsilon": 2.0}),
+        "private-search/e": entry(200, 7.0),
+    })  # fmt: skip
+    assert found == {(20, "none", 8.0): 1.5, (200, "client", 2.0): 3.0}
+    private_picture.draw(tmp_path / "privacy.svg")
+    drawn = (tmp_path / "privacy.svg").read_text()
+    known = private_picture.losses(read_json(private_picture.STUDY)["cells"])
+    asked = len(private_picture.BARS) * 2
+    assert all(f"{loss:.3f}" in drawn for loss in known.values())
+    assert drawn.count("not run") == asked - len(known)

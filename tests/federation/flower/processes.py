@@ -28,13 +28,13 @@ class Deployment:
 
     def __init__(self, folder: Path, model: Path, sites: tuple[str, ...] = SITES):
         self.folder, self.model, self.port = folder, model, free_port()
-        self.keys, self.processes = folder / "keys", {}
+        self.sites, self.keys, self.processes = sites, folder / "keys", {}
         self.environment = {
             **os.environ, "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
             "PYTHONPATH": os.pathsep.join(p for p in sys.path if p), "TOKENIZERS_PARALLELISM": "false",
         }  # fmt: skip
         subprocess.run([SCRIPTS / "make-certificates.sh", self.keys, "127.0.0.1", *sites], check=True)
-        pools, _ = make_sample(40, 7)
+        pools, _ = make_sample(max(40, 9 * len(sites) + 4), 7)  # 36 rows a site, four kinds
         rows = [
             {"prompt": e.prompt, "response": e.response}
             for group in zip(*pools.values(), strict=True)
