@@ -10,6 +10,7 @@ from itertools import permutations
 from pathlib import Path
 
 import fedweave
+from fedweave.data.examples import Prompt
 from fedweave.data.sample import make_sample
 from fedweave.inference.model import FedWeaveModel
 
@@ -134,7 +135,7 @@ NEW_NAMES = [
 ]
 
 
-def doubts(model: FedWeaveModel, prompts: list[str]) -> list[float]:
+def doubts(model: FedWeaveModel, prompts: list[Prompt]) -> list[float]:
     encoded = model.backbone.prompts.encode_prompts(prompts)
     found = [doubt for doubt in model.judge(encoded)[1] if doubt is not None]
     if len(found) < len(prompts):
@@ -151,7 +152,9 @@ def main() -> None:
     model = fedweave.load(arguments.folder, model=arguments.backbone)
     pools, _ = make_sample(arguments.each, seed=977)
     rows = [row for pool in pools.values() for row in pool]
-    asked = {"off-topic": OFF_TOPIC, "new": [row.prompt for row in rows], "with new names": NEW_NAMES}
+    asked: dict[str, list[Prompt]] = {
+        "off-topic": [*OFF_TOPIC], "new": [row.prompt for row in rows], "with new names": [*NEW_NAMES],
+    }  # fmt: skip
     found = {name: doubts(model, prompts) for name, prompts in asked.items()}
     print("  prompts without an expert\n  doubt" + "".join(f"{name:>18}" for name in found))
     for limit in (0.67, 1.0, 1.25, 1.5, 2.0):
@@ -162,8 +165,8 @@ def main() -> None:
         for one, other in permutations(pools, 2)
         for first, then in zip(pools[one][:5], pools[other][5:10], strict=True)
     ]
-    chats = [
-        tuple({"role": role, "content": text} for role, text in
+    chats: list[Prompt] = [
+        tuple({"role": role, "content": str(text)} for role, text in
               (("user", a.prompt), ("assistant", a.response), ("user", b.prompt)))
         for a, b in pairs
     ]  # fmt: skip

@@ -21,6 +21,7 @@ from typing import Any
 
 import torch
 
+from benchmarks.figures import keep
 from fedweave.backbone.load import Backbone
 from fedweave.backbone.prompts import EncodedPrompt
 from fedweave.data.sample import make_sample
@@ -126,8 +127,7 @@ def main() -> None:
         "results": results,
         "environment": environment(model.backbone.device),
     }
-    if arguments.output:
-        arguments.output.write_text(json.dumps(report, indent=1), encoding="utf-8")
+    keep(report, arguments.output)
 
 
 if __name__ == "__main__":

@@ -86,11 +86,12 @@ def answering(
 ) -> torch.Tensor:
     """[n] how strongly the B of a signature [D] answers to A₀ x, for its length; sketches are undone first."""
     layout, found = signer.layout, torch.zeros(len(inputs))
-    blocks, signs = signature.float().split(signer.widths), signer._signs if signer.sketch else []
+    blocks = signature.float().split(signer.widths)
+    signs = signer._signs if signer.sketch else [None] * len(blocks)
     for i in first_layer(layout):
         block = blocks[i]
-        if signer.sketch and signs[i] is not None:
-            block = torch.linalg.pinv(signs[i].float()).T @ block
+        if (sign := signs[i]) is not None:
+            block = torch.linalg.pinv(sign.float()).T @ block
         b = block.view(layout.rank, layout.outputs[i])
         low = inputs @ layout.views(start.float().cpu())[i]["A"].T  # [n, r]
         found += (low @ b).norm(dim=1) / low.norm(dim=1).clamp(min=1e-30) / b.norm().clamp(min=1e-30)

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import argparse
 import itertools
-import json
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -21,6 +20,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from benchmarks.figures import keep
 from benchmarks.workload import DROPOUT, EXPERTS, RANK, SHAPES, Shape, make_clients, schedules
 from fedweave.backbone import packing
 from fedweave.kernels import attention, power_of_two, products
@@ -195,8 +195,7 @@ def main() -> None:
     rate = copy_rate(device)
     print(f"{torch.cuda.get_device_name()}: a copy moves {rate / 1e12:.2f} TB/s")
     found = [row for shape in options.shapes for row in measure(shape, device, rate, options.others)]
-    if options.output:
-        options.output.write_text(json.dumps({"copy_bytes_per_second": rate, "calls": found}, indent=1) + "\n")
+    keep({"copy_bytes_per_second": rate, "calls": found}, options.output)
 
 
 if __name__ == "__main__":

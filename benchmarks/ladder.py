@@ -34,6 +34,7 @@ import fedweave
 from benchmarks import peft_loops
 from benchmarks.clock import once, peak_gib, reset_peak, seconds
 from benchmarks.decoding import Contest, measure
+from benchmarks.figures import keep
 from benchmarks.memory import predicted_gib
 from benchmarks.workload import (
     ALPHA,
@@ -313,8 +314,7 @@ def main() -> None:
 
         def save(more: dict[str, Any], found: dict[str, Any] = found, shape: str = shape) -> None:
             result["shapes"][shape] = found | more
-            if options.output:
-                options.output.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+            keep(result, options.output)
 
         bench = Bench(shape, device, options, save)
         found |= bench.ladder()

@@ -25,6 +25,7 @@ import numpy as np
 import torch
 from sklearn.metrics import roc_auc_score
 
+from benchmarks.figures import keep
 from benchmarks.inversion import answering, candidates, first_inputs, in_the_span, recovered, wide_model
 from benchmarks.server_memory import tiny_model, with_a_model
 from fedweave.backbone.features import compute_features
@@ -77,7 +78,7 @@ def gradients(workspace: Workspace, config: Config, layout, theta: torch.Tensor,
     trainer = PrivateTrainer(workspace.backbone, compute.mixture(layout), None, config.training, 0.0, 0.0)
     gates = torch.ones(len(data), layout.experts) if layout.experts > 1 else None
     lane = Lane(data, [np.arange(len(data))], theta, None, ("leaks",), gates=gates)
-    return torch.stack([g.clone() for g in trainer.gradients(lane)])
+    return torch.cat(list(trainer.gradients(lane)))
 
 
 def auc(members: torch.Tensor, others: torch.Tensor, message: torch.Tensor) -> float:
@@ -125,6 +126,7 @@ def words(config: Config) -> dict[str, float]:
     start = first_adapter(signer.layout, config.seed)
     ((_, told), *_) = engine.ask(method.discover, engine.members[:1], Message())
     state = method.prepare(engine)
+    assert method.start is not None
     asked = engine.members if config.federation.secure_aggregation else [target]
     ((_, begun), *_) = engine.ask(method.start, asked, Message(facts={"experts": state.layout.experts}))
     ((_, update), *_) = engine.ask(method.train, asked, broadcast(state, 0))
@@ -191,7 +193,7 @@ def main() -> None:
     if args.output:
         known = json.loads(args.output.read_text(encoding="utf-8")) if args.output.is_file() else {}
         known["words" if args.words else "members"] = rows
-        args.output.write_text(json.dumps(known, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+        keep(known, args.output)
 
 
 if __name__ == "__main__":

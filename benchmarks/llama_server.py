@@ -34,6 +34,7 @@ import httpx
 import psutil
 import torch
 
+from benchmarks.figures import keep
 from fedweave.bundle.card import base_model
 from fedweave.bundle.load import verify_bundle
 from fedweave.bundle.programs import write_gguf
@@ -186,8 +187,7 @@ def main() -> None:
     told = ("times_faster", "times_faster_decoding", "times_sooner_first_text", "same_answers", "same_up_to")
     for line in (*results, {name: report[name] for name in told}):
         print(json.dumps(line))
-    if arguments.output:
-        arguments.output.write_text(json.dumps(report, indent=1), encoding="utf-8")
+    keep(report, arguments.output)
 
 
 def _ratio(results: list[dict[str, Any]], name: str) -> float:

@@ -22,6 +22,7 @@ from pathlib import Path
 
 import torch
 
+from benchmarks.figures import keep
 from benchmarks.small import small_model
 from fedweave.runs.folder import RunFolder
 from fedweave.runs.live import read_live
@@ -55,7 +56,8 @@ def federation(made: Deployment, name: str, rounds: int, settings: list[str], ki
         "federation", "quickstart", *SMALL, *LARGE, f"federation.sites={len(made.sites)}", *settings,
         f"training.rounds={rounds}", f"backbone.model={made.model}", f"evaluation.every={rounds}", f"output={run}",
     )  # fmt: skip
-    end, before, after = time.monotonic() + PATIENCE, None, {}
+    end, before = time.monotonic() + PATIENCE, None
+    after: dict[str, float] = {}
     while process.poll() is None:
         assert time.monotonic() < end, made.log("federation")
         after = processor_seconds(made) or after
@@ -114,10 +116,8 @@ def main() -> None:
             "models_apart": float((ours["theta"] - theirs["theta"]).abs().max()),
             "largest_number": float(theirs["theta"].abs().max()),
         }  # fmt: skip
-    text = json.dumps(found, indent=1)
-    print(text)
-    if args.output:
-        args.output.write_text(text + "\n", encoding="utf-8")
+    print(json.dumps(found, indent=1))
+    keep(found, args.output)
 
 
 if __name__ == "__main__":

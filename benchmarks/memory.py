@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import argparse
 import gc
-import json
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -20,6 +19,7 @@ from typing import Any, Literal
 import torch
 
 from benchmarks.clock import peak_gib, reset_peak
+from benchmarks.figures import keep
 from benchmarks.workload import (
     EVERY,
     SHAPES,
@@ -126,9 +126,7 @@ def main() -> None:
         )
     worst = max((abs(row["error"]) for row in rows if "error" in row), default=0.0)
     print(f"farthest off: {worst:.1%} of {sum('error' in row for row in rows)} cases")
-    if options.output:
-        result = {"device": torch.cuda.get_device_name(), "torch": torch.__version__, "cases": rows}
-        options.output.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+    keep({"device": torch.cuda.get_device_name(), "torch": torch.__version__, "cases": rows}, options.output)
 
 
 if __name__ == "__main__":

@@ -47,7 +47,7 @@ def _adapters(model: Any, rank: int, count: int) -> Any:
     config = LoraConfig(
         r=rank, lora_alpha=16, lora_dropout=0.1, target_modules=list(TARGETS), task_type="CAUSAL_LM"
     )
-    wrapped = get_peft_model(model, config, adapter_name="expert_0")
+    wrapped: Any = get_peft_model(model, config, adapter_name="expert_0")
     for m in range(1, count):
         wrapped.add_adapter(f"expert_{m}", config)
     wrapped.base_model.set_adapter([f"expert_{m}" for m in range(count)])

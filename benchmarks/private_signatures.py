@@ -13,13 +13,13 @@ longer than one. Without ``backbone.model=…`` the model is a tiny one with ran
 from __future__ import annotations
 
 import argparse
-import json
 from pathlib import Path
 from unittest import mock
 
 import numpy as np
 import torch
 
+from benchmarks.figures import keep
 from benchmarks.server_memory import with_a_model
 from fedweave.alignment.align import align, signature_distance
 from fedweave.config import Config, load_config
@@ -106,8 +106,7 @@ def main() -> None:
             f"{row['examples']:>8}  {row['level']:<7}  {row['spent']:<8}  {row['epsilon']:<6g}  "
             f"{row['noise']:<7g}  {row['purity']:.3f}   {row['ari']:<6.3f}  {row['experts']:g}"
         )
-    if args.output:
-        args.output.write_text(json.dumps(rows, indent=1).replace("Infinity", "null") + "\n", encoding="utf-8")
+    keep([row | {"epsilon": None} if row["level"] == "none" else row for row in rows], args.output)
 
 
 if __name__ == "__main__":

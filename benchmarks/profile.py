@@ -9,7 +9,6 @@ be a little more than the time that a step takes.
 from __future__ import annotations
 
 import argparse
-import json
 from collections import defaultdict
 from pathlib import Path
 from typing import Any
@@ -17,6 +16,7 @@ from typing import Any
 import torch
 
 from benchmarks.clock import seconds
+from benchmarks.figures import keep
 from benchmarks.workload import (
     SHAPES,
     backbone_of,
@@ -97,8 +97,7 @@ def main() -> None:
         print(f"{shape}: {found['step_ms']:.1f} ms a step of {found['tokens']:,.0f} tokens, kernels {total:.1f} ms")
         for kind, ms in found["kinds_ms"].items():
             print(f"  {kind:30s} {ms:7.2f} ms {100 * ms / total:5.1f} %", flush=True)
-    if options.output:
-        options.output.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+    keep(result, options.output)
 
 
 if __name__ == "__main__":

@@ -25,6 +25,8 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+from benchmarks.figures import keep
+
 
 def one(weights: str, overrides: list[str]) -> dict[str, float]:
     """A whole run, here."""
@@ -40,6 +42,7 @@ def one(weights: str, overrides: list[str]) -> dict[str, float]:
     with tempfile.TemporaryDirectory() as folder:
         config = load_config("quickstart", [*overrides, f"backbone.weights={weights}"])
         summary = start(config, Path(folder) / "run", Console(quiet=True))
+    assert summary is not None
     timing = summary["timing"]
     if (device := loaded[0].device).type == "cuda":
         import torch
@@ -85,9 +88,7 @@ def main() -> None:
     for kind in kinds[1:]:
         ratios = {name: round(x / first[name], 3) for name, x in results[kind].items() if first.get(name)}
         print(f"{kind} / {kinds[0]}: {ratios}")
-    if args.output:
-        content = {"overrides": overrides, "turns": args.turns, "together": args.together, **results}
-        args.output.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+    keep({"overrides": overrides, "turns": args.turns, "together": args.together, **results}, args.output)
 
 
 def measured(kind: str, overrides: list[str], before: Path | None) -> dict[str, float]:

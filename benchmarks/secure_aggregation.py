@@ -20,6 +20,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from benchmarks.figures import keep
 from fedweave.config import load_config
 from fedweave.console import Console
 from fedweave.federation.state import broadcast
@@ -98,10 +99,8 @@ def main() -> None:
         for one, other in zip(found, again, strict=True):  # before and after: others may use this machine
             waits = (one["a_round_waits_s"] + other["a_round_waits_s"]) / 2
             one |= {"round_s": round(spent, 2), "share_of_it": round(waits / spent, 3)}
-    text = json.dumps(found, indent=1)
-    print(text)
-    if args.output:
-        args.output.write_text(text + "\n", encoding="utf-8")
+    print(json.dumps(found, indent=1))
+    keep(found, args.output)
 
 
 if __name__ == "__main__":

@@ -23,6 +23,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from benchmarks.figures import keep
+
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
@@ -57,7 +59,7 @@ def server(clients: int) -> dict:
             self.members = [Distant(i, f"client_{i}", [50, 50], [i % 2, 2 + i % 2]) for i in range(clients)]
             self.config, self.console, self.identity = config, Console(quiet=True), identity
             self.layers = {f"layer.{i}": Shape(512, 512) for i in range(16)}
-            self.width = 512
+            self.width, self.sent = 512, 0
 
         def replies(self, step, asked, question):
             for one in asked:
@@ -69,13 +71,11 @@ def server(clients: int) -> dict:
                     name: 1e-5 * torch.randn(part.shape, generator=generator) for name, part in parts.items()
                 }
                 message = Message(tensors, {"step": step.name, "t": question.facts["t"], **identity, **figures})
-                nonlocal sent
-                sent += message.size
+                self.sent += message.size
                 yield one.member, message
 
         def restore(self, records, tensors) -> None: ...
 
-    sent = 0
     config = from_tree({"data": {"clients": clients}})
     engine = FarClients()
     layout = engine.layout(rank=8, experts=4)
@@ -91,7 +91,7 @@ def server(clients: int) -> dict:
 
     federate(method, engine, state, range(ROUNDS), after_round)
     assert accepted == ROUNDS * clients
-    return {"peak_mb": _peak(), "before_rounds_mb": before, "received_mb": round(sent / 1e6, 1)}
+    return {"peak_mb": _peak(), "before_rounds_mb": before, "received_mb": round(engine.sent / 1e6, 1)}
 
 
 def simulation(clients: int) -> dict:
@@ -110,6 +110,7 @@ def simulation(clients: int) -> dict:
             "router.warm_start.rounds=1", "router.warm_start.steps=2", "evaluation.scores=false",
         ]  # fmt: skip
         summary = start(load_config("quickstart", settings), Path(scratch) / "run", Console(quiet=True))
+    assert summary is not None
     return {"peak_mb": _peak(), "prototypes": summary["buckets"], "experts": summary["experts"]}
 
 
@@ -179,8 +180,7 @@ def main() -> None:
         peaks = [results[kind][str(c)]["peak_mb"] for c in args.clients]
         results[kind]["ratio"] = round(peaks[-1] / peaks[0], 3)
         print(f"{kind:10} peak at {args.clients[-1]} over peak at {args.clients[0]}: {results[kind]['ratio']}")
-    if args.output:
-        args.output.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
+    keep(results, args.output)
 
 
 if __name__ == "__main__":

@@ -20,6 +20,7 @@ import numpy as np
 import torch
 from sklearn.metrics import adjusted_rand_score
 
+from benchmarks.figures import keep
 from fedweave.alignment.align import align, signature_distance
 from fedweave.config import load_config
 from fedweave.console import Console
@@ -86,7 +87,7 @@ def quality(data: Path, overrides: list[str]) -> dict:
         pass
     kept = engine.compute.adapters
     assert kept is not None
-    adapters = [adapter for client in engine.members for adapter in kept.read(client.index)]
+    adapters = [kept.read((client.index, c)) for client in engine.members for c in range(len(client.buckets))]
     rows: dict[str, dict] = {}
     exact = reference = None
     for k in (0, *SIZES):
@@ -131,10 +132,8 @@ def main() -> None:
     real.add_argument("overrides", nargs="*")
     args = parser.parse_args()
     result = scale(args.prototypes) if args.which == "scale" else quality(args.data, args.overrides)
-    text = json.dumps(result, indent=1)
-    print(text)
-    if args.output:
-        args.output.write_text(text + "\n", encoding="utf-8")
+    print(json.dumps(result, indent=1))
+    keep(result, args.output)
 
 
 if __name__ == "__main__":

@@ -8,10 +8,10 @@ A client that serves ``served`` of four rank-8 experts and has ``buckets`` bucke
 from __future__ import annotations
 
 import argparse
-import json
 import math
 from pathlib import Path
 
+from benchmarks.figures import keep
 from fedweave.config import from_tree
 from fedweave.console import table
 from fedweave.discovery.signatures import Signatures
@@ -34,7 +34,7 @@ def figures(layers: int, width: int, values: int, served: int, buckets: int) -> 
         parts = [encoded_specs("part", size, dtype) for size in [single] * served + [router.size]]
         sent = [spec for specs in parts for spec in specs.values()]
         rows[f"round, up, {dtype}"] = sum(math.prod(shape) * kind.itemsize for shape, kind in sent)
-    rows["round, down"] = method.train.broadcast_size(layout, router)
+    rows["round, down"] = method.train.broadcast_size(layout, router, t=1)
     for k, label in ((0, "whole"), (SKETCH, f"sketch {SKETCH}")):
         signer = Signatures(layout.with_experts(1), k, 0)
         rows[f"signatures, up, {label}"] = buckets * sum(signer.widths) * signer.dtype.itemsize
@@ -51,8 +51,7 @@ def main() -> None:
     results = {name: figures(*shape, args.served, args.buckets) for name, shape in SHAPES.items()}
     rows = [[what, *(f"{results[name][what]:,}" for name in SHAPES)] for what in next(iter(results.values()))]
     print(table(["bytes of one client", *SHAPES], rows))
-    if args.output:
-        args.output.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
+    keep(results, args.output)
 
 
 if __name__ == "__main__":

@@ -18,7 +18,8 @@ from collections.abc import Sequence
 import torch
 
 from fedweave.aggregation.rules import ClientAverage
-from fedweave.config import WarmStartConfig, load_config
+from fedweave.config import load_config
+from fedweave.config_method import WarmStartConfig
 from fedweave.console import Console, table
 from fedweave.methods import build_method
 from fedweave.methods.warm_start import LabelledFeatures, warm_start_clients

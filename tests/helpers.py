@@ -69,6 +69,7 @@ def forked(work: Callable[..., int], *given: Any, log: Path, **environment: str)
     """The exit code of such a process."""
     process = fork(work, *given, log=log, **environment)
     process.join(PATIENCE)
+    assert process.exitcode is not None, "it has not ended"
     return process.exitcode
 
 

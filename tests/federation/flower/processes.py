@@ -28,7 +28,8 @@ class Deployment:
 
     def __init__(self, folder: Path, model: Path, sites: tuple[str, ...] = SITES):
         self.folder, self.model, self.port = folder, model, free_port()
-        self.sites, self.keys, self.processes = sites, folder / "keys", {}
+        self.sites, self.keys = sites, folder / "keys"
+        self.processes: dict[str, subprocess.Popen[bytes]] = {}
         self.environment = {
             **os.environ, "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
             "PYTHONPATH": os.pathsep.join(p for p in sys.path if p), "TOKENIZERS_PARALLELISM": "false",
@@ -45,7 +46,7 @@ class Deployment:
         for i, site in enumerate(sites):
             write_jsonl(self.data / f"{site}.jsonl", rows[i * 36 : (i + 1) * 36])
             self.describe(site, self.data / f"{site}.jsonl")
-        write_jsonl(self.data / "test.jsonl", rows[150:160])
+        write_jsonl(self.data / "test.jsonl", rows[-10:])
 
     def describe(self, site: str, data: Path, name: str | None = None, port: int | None = None) -> Path:
         path = self.keys / site / "site.yaml"
@@ -85,7 +86,7 @@ class Deployment:
 
     def register(self, *sites: str, port: int | None = None) -> None:
         address = f"127.0.0.1:{port or self.port}"
-        program = [SCRIPTS / "register.sh", self.keys / "server", address, *sites]
+        program: list[str | Path] = [SCRIPTS / "register.sh", self.keys / "server", address, *sites]
         subprocess.run(program, env=self.environment, check=True, capture_output=True)
 
     def start(self, *sites: str) -> None:
