@@ -108,7 +108,7 @@ def test_the_cells_of_the_study_of_privacy(tmp_path):
     for clients in (20, 200):
         own = [c.config for c in study if c.config.data.clients == clients]
         noised = [(c.privacy.level, c.privacy.epsilon) for c in own if c.privacy.level != "none"]
-        assert noised == [("example", 8.0), ("example", 2.0), ("client", 8.0), ("client", 2.0)]
+        assert noised == [("client", 8.0), ("client", 2.0), ("example", 8.0), ("example", 2.0)]
         assert [c.discovery.max_buckets for c in own if c.privacy.level == "none"] == [8, 1]
         assert all(c.federation.secure_aggregation == (c.privacy.level == "client") for c in own)
 
