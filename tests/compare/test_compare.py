@@ -129,6 +129,9 @@ def test_rows_of_different_seeds_are_judged_by_those_that_all_have():
     text = markdown(found)
     assert "judged by the seeds that all have (1)" in text and "| oracle † |" in text
     assert r"oracle$^\dagger$" in latex(found) and "**0.0500**" not in text
+    bound = [("fedit", 1, 1.0), ("fedit", 2, 0.1), ("oracle", 1, 0.5)]
+    found = Results.of([(cell(method=m, seed=s), summary(m, s, loss, 0.5)) for m, s, loss in bound])
+    assert any("A bound has other seeds" in said for said in found.caveats()), "0.5 is no worse than 0.55"
     even = Results.of([(cell(method=m, seed=1), summary(m, 1, loss, 0.5)) for m, loss in (("a", 1.0), ("b", 2.0))])
     assert not even.caveats()
 

@@ -124,6 +124,9 @@ class Results:
         said = []
         if self.bounds:
             said.append("A bound is told labels or has all data in one place; it is marked †, and not ranked.")
+        others = {seed for row, seeds in self.seeds.items() if row not in self.bounds for seed in seeds}
+        if others and any(set(self.seeds[row]) != others for row in self.bounds):
+            said.append("A bound has other seeds than the rest: its mean is one over other data.")
         if len({tuple(sorted(map(str, s))) for row, s in self.seeds.items() if row not in self.bounds}) > 1:
             seeds = ", ".join(map(str, self.common))
             judged = f"by the seeds that all have ({seeds})" if seeds else "by their means"
