@@ -1,8 +1,9 @@
 """How much of a drift study is chance: python -m benchmarks.drift_noise docs/results/drift-course.json
 
 By how much the loss on new kinds moves from round to round beside its trend; by how much each arm lies above the
-oracle, kind by kind and for both, five rounds after they came, as in the bar, and over several rounds together; and
-by how much kinds that stayed lie above a run to which nothing comes. Shares have the 95 % interval of their mean.
+oracle, kind by kind and for both, five rounds after they came, as in the bar, and over several rounds together; by
+how much noticing lies above not noticing, and what each has in a kind's first round; and by how much kinds that
+stayed lie above a run to which nothing comes. Shares have the 95 % interval of their mean.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -34,6 +36,11 @@ def soon(run: dict, after: range) -> float:
     return float(
         np.mean([run["new"][kind][str(first + n - 1)] for kind, first in run["came"].items() for n in after])
     )
+
+
+def new_kinds(run: dict, t: int) -> float:
+    """Mean loss of the kinds that came, in one round."""
+    return float(np.mean([run["new"][kind][str(t)] for kind in run["came"]]))
 
 
 def named(rounds: range) -> str:
@@ -83,6 +90,17 @@ def lines(courses: list[dict]) -> Iterator[str]:
         for after in (range(AFTER, AFTER + 1), range(AFTER - 2, AFTER + 3)):
             pairs = compared(title, ORACLE, lambda run: soon(run, after))  # noqa: B023
             yield shares(f"{title}, {named(after)}", pairs)
+
+    yield from head("noticing above not noticing, both kinds, rounds after they came", [*seeds, "mean"])
+    for after in (range(1, 2), range(AFTER, AFTER + 1), range(AFTER - 2, AFTER + 3)):
+        yield shares(named(after), compared(*ARMS[:2], partial(soon, after=after)))
+    yield shares("in the last round", compared(*ARMS[:2], partial(new_kinds, t=last)))
+
+    yield from head("loss in the first round of a kind", [*seeds, "mean"])
+    for kind, first in came.items():
+        for title in ARMS:
+            losses = [arms[title, seed]["new"][kind][str(first)] for seed in seeds]
+            yield row(f"round {first}, {kind}: {title}", [*losses, float(np.mean(losses))], ".2f")
 
     yield from head("kinds that stayed, above a run to which nothing comes, rounds", [*seeds, "mean"])
     for title in ARMS:

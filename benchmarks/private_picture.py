@@ -15,6 +15,7 @@ from typing import Any
 PLACE = Path(__file__).parents[1]
 SIGNATURES = PLACE / "benchmarks/results/private_signatures.json"
 STUDY = PLACE / "docs/results/private.json"
+STUDIED = "private/"  # of its cells; the others searched for clips and rates, with another seed
 # (level, examples a client, what else ε pays for) of the curves
 CURVES = [
     ("example", 400, "in a run", "examples, 400 a client, in a run", "#0072B2", "-"),
@@ -32,7 +33,7 @@ def losses(cells: dict[str, dict[str, Any]]) -> dict[tuple[int, str, float], flo
     found: dict[tuple[int, str, float], list[float]] = {}
     for name, cell in cells.items():
         settings, best = cell["settings"], cell["test"]["best"]
-        if name.startswith("private/") and settings.get("discovery.max_buckets") == 1:
+        if name.startswith(STUDIED) and settings.get("discovery.max_buckets") == 1:
             level, epsilon = settings.get("privacy.level", "none"), settings.get("privacy.epsilon", 8.0)
             found.setdefault((cell["clients"], level, epsilon), []).append(best["loss"][best["used"]]["macro"])
     return {key: sum(values) / len(values) for key, values in found.items()}
@@ -48,7 +49,7 @@ def draw(target: Path) -> None:
     rows = json.loads(SIGNATURES.read_text(encoding="utf-8"))
     cells = json.loads(STUDY.read_text(encoding="utf-8"))["cells"]
     found = losses(cells)
-    untouched = next(cell["test"]["untouched"]["loss"]["macro"] for cell in cells.values())
+    untouched = next(c["test"]["untouched"]["loss"]["macro"] for n, c in cells.items() if n.startswith(STUDIED))
     figure, (left, *panels) = plt.subplots(1, 3, figsize=(11, 3.4), width_ratios=[1.5, 1, 1])
     for level, examples, spent, label, colour, style in CURVES:
         points = sorted(

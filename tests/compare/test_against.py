@@ -49,13 +49,14 @@ def test_every_rule_in_the_longer_study(tmp_path):
     assert set(arms(longer, 0.1)) == set(arms(longer, 0.05)) == {("clip", 0), ("agreement", 0)}
 
 
-def finished(kind: str, clients: float, rule: str, seed: int, **losses: float):
+def finished(kind: str, clients: float, rule: str, seed: int, contested: str = "close", **losses: float):
     rule, _, quarantine = rule.partition("+")
     overrides = [f"attack.kind={kind}", f"attack.clients={clients}", f"federation.rule={rule}"]
     config = load_config("quickstart", [*overrides, f"federation.quarantine={quarantine or 0}"])
     macro = sum(losses.values()) / len(losses)
     last = {"used": "sparse", "loss": {"sparse": {**losses, "macro": macro}}}
-    return SimpleNamespace(config=config), {"seed": seed, "test": {"last": last}}
+    values = {"attack.kind": kind, "attack.clients": clients, "federation.contested": contested, "seed": seed}
+    return SimpleNamespace(config=config, values=values), {"seed": seed, "test": {"last": last}}
 
 
 def test_an_attack_is_held_against_honest_clients_of_the_same_rule_and_seed():
@@ -95,6 +96,38 @@ def test_without_attacks_or_honest_clients_there_is_no_such_table():
     assert attack_table([finished("flip", 0.3, "mean", 1, sum=1.0)]) == ""
 
 
+def test_whatever_else_a_grid_varies_has_tables_of_its_own():
+    """In one table the cell that came last would be all that is shown of a row."""
+    table = attack_table([
+        finished("none", 0.0, "agreement", 1, contested="keep", sum=1.0),
+        finished("none", 0.0, "agreement", 1, contested="close", sum=2.0),
+        finished("flip", 0.3, "agreement", 1, contested="keep", sum=1.5),
+        finished("flip", 0.3, "agreement", 1, contested="close", sum=2.2),
+    ])  # fmt: skip
+    assert table.splitlines()[0] == "**federation.contested=keep**"
+    keep, close = table.split("**federation.contested=close**")
+    assert "| 30% | agreement | flip | +50.0% |" in keep and "| 30% | agreement | flip | +10.0% |" in close
+
+
+def test_a_bar_is_not_met_while_attacks_are_to_come():
+    runs = [finished("none", 0.0, "agreement", 1, sum=1.0), finished("flip", 0.3, "agreement", 1, sum=1.0)]
+    others = [finished(kind, 0.3, "agreement", 1, sum=1.0)[0] for kind in ("labels", "bucket", "absent")]
+    bar = "| 30% of the clients against agreement, the best rule | +5.0% | +0.0% | – | {} |"
+    assert bar.format("yes") in attack_table(runs).splitlines()
+    assert bar.format("so far; 2 attacks to come") in attack_table(runs, others).splitlines()
+    other_size = [finished("labels", 0.05, "agreement", 1, sum=1.0)[0]]
+    assert bar.format("yes") in attack_table(runs, other_size).splitlines()
+
+
+def test_an_attack_of_other_seeds_than_honest_clients_is_not_the_worst():
+    table = attack_table([
+        finished("none", 0.0, "agreement", 1, sum=1.0),
+        finished("flip", 0.3, "agreement", 1, sum=0.9),
+        finished("labels", 0.3, "agreement", 2, sum=9.0),
+    ])  # fmt: skip
+    assert "| 30% | agreement | flip | -10.0% | – | -10.0% |" in table.splitlines()
+
+
 @pytest.mark.slow
 def test_the_study_on_a_tiny_model(tmp_path, small, says):
     quick = [*small, "data.source=sample", "data.clients=5", "training.rounds=1", "seed=42", "data.distinct=true"]
@@ -113,11 +146,12 @@ def test_the_cells_of_the_study_of_privacy(tmp_path):
         assert all(c.federation.secure_aggregation == (c.privacy.level == "client") for c in own)
 
 
-def private(level: str, epsilon: float, buckets: int, seed: int, loss: float):
+def private(level: str, epsilon: float, buckets: int, seed: int, loss: float, lr: float = 1e-4):
     asked = [f"privacy.level={level}", f"privacy.epsilon={epsilon}", f"discovery.max_buckets={buckets}"]
     config = load_config("quickstart", [*asked, "discovery.sketch=4", "data.clients=20"])
     summary = {"seed": seed, "test": {"best": {"used": "sparse", "loss": {"sparse": {"macro": loss}}}}}
-    return SimpleNamespace(config=config), summary | ({"privacy": {"spent": 1.5}} if level != "none" else {})
+    cell = SimpleNamespace(config=config, values={"privacy.level": level, "training.lr": lr, "seed": seed})
+    return cell, summary | ({"privacy": {"spent": 1.5}} if level != "none" else {})
 
 
 def test_privacy_is_held_against_none_with_the_same_seed():
@@ -133,6 +167,15 @@ def test_privacy_is_held_against_none_with_the_same_seed():
     ):
         assert row in private_table(runs).splitlines()
     assert private_table(runs[:3]) == private_table(runs[3:]) == ""
+
+
+def test_every_rate_of_a_search_is_held_against_none_at_that_rate():
+    tried = ((0.1, 2.0, 1.0), (0.2, 3.0, 2.0))
+    runs = [private("example", 8, 1, 1, loss, lr) for lr, loss, _ in tried]
+    runs += [private("none", 8, 1, 1, loss, lr) for lr, _, loss in tried]
+    low, high = private_table(runs).split("**training.lr=0.2**")
+    assert low.startswith("**training.lr=0.1**") and "| 1.50 | 2.0000 | +100.0% |" in low
+    assert "| 1.50 | 3.0000 | +50.0% |" in high
 
 
 @pytest.mark.slow

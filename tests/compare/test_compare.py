@@ -12,7 +12,7 @@ from fedweave.compare import _write, compare, runner
 from fedweave.compare.grid import Cell, Comparison, cells, comparison_names, load_comparison
 from fedweave.compare.ours import ours_table
 from fedweave.compare.runner import Outcome, Runner
-from fedweave.compare.tables import Results, choose_best, holm, latex, markdown
+from fedweave.compare.tables import Results, choose_best, holm, latex, markdown, paired_p
 from fedweave.config import Config, load_config
 from fedweave.console import Console
 from fedweave.errors import UserError
@@ -98,6 +98,15 @@ def test_tests_are_corrected_for_their_number():
     assert max(holm({("a",): 0.6, ("b",): 0.7}).values()) == 1.0
 
 
+def test_rows_that_never_differ_have_p_of_one():
+    """A t-test of no difference at all is 0 / 0, which sorts anywhere and spoils the correction of the others."""
+    assert paired_p([0.5, 0.6], [0.5, 0.6]) == 1.0 and paired_p([0.5, 0.6, 0.9], [0.5, 0.6, 0.8]) < 1
+    losses = {"a": (0.5, 0.6), "b": (0.5, 0.6), "c": (0.7, 0.8001), "d": (0.9, 0.91)}
+    runs = [(cell(method=m, seed=s), summary(m, s, x[s - 1], 0.5)) for m, x in losses.items() for s in (1, 2)]
+    text = markdown(Results.of(runs))
+    assert "b: 1.000 (1.000)" in text and "nan" not in text
+
+
 def test_a_row_with_nobody_behind_it_is_not_called_the_best():
     alone = Results.of([(cell(method="fedit", seed=1), summary("fedit", 1, 0.5, 0.5, 0.5))])
     assert (
@@ -120,6 +129,9 @@ def test_rows_of_different_seeds_are_judged_by_those_that_all_have():
     text = markdown(found)
     assert "judged by the seeds that all have (1)" in text and "| oracle † |" in text
     assert r"oracle$^\dagger$" in latex(found) and "**0.0500**" not in text
+    bound = [("fedit", 1, 1.0), ("fedit", 2, 0.1), ("oracle", 1, 0.5)]
+    found = Results.of([(cell(method=m, seed=s), summary(m, s, loss, 0.5)) for m, s, loss in bound])
+    assert any("A bound has other seeds" in said for said in found.caveats()), "0.5 is no worse than 0.55"
     even = Results.of([(cell(method=m, seed=1), summary(m, 1, loss, 0.5)) for m, loss in (("a", 1.0), ("b", 2.0))])
     assert not even.caveats()
 
@@ -434,6 +446,15 @@ def test_sets_of_data_are_ranked_apart(tmp_path):
     assert (tmp_path / "out/results.csv").read_text().count("easy,") == (
         tmp_path / "out/results.csv"
     ).read_text().count("hard,")
+
+
+def test_tables_say_how_many_cells_they_lack(tmp_path):
+    lacking = [cell(method=m) for m in ("ifca", "rolora", "fedsvd")]
+    outcome = Outcome([(cell(method="fedit"), summary("fedit", 1, 1.0, 0.5))], [tmp_path])
+    assert "not in these tables" not in _write(Comparison("quickstart", {}), outcome, tmp_path, Console(quiet=True))
+    outcome.left, outcome.taken, outcome.failed = lacking[:1], lacking[1:2], lacking[2:]
+    text = _write(Comparison("quickstart", {}), outcome, tmp_path, Console(quiet=True))
+    assert "3 of the comparison's 4 cells are not in these tables" in text
 
 
 def test_a_method_is_held_against_every_other_one_seed_by_seed():

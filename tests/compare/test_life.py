@@ -130,6 +130,9 @@ def test_how_far_above_others_an_arm_lies_and_how_sure_a_mean_is():
     assert len(alone) == 8 and all(("+0.250" in line) == (NOTICES in line) for line in alone)
     assert f"| {NOTICES}, 5 | +25.00% | +25.00% | +25.00% ± 0.00% |" in told
     assert f"| {NOTICES}, 3 to 7 | +25.00% | +25.00% | +25.00% ± 0.00% |" in told
+    for rounds in ("1", "5", "3 to 7", "in the last round"):
+        assert f"| {rounds} | +25.00% | +25.00% | +25.00% ± 0.00% |" in told
+    assert f"| round 10, a: {NOTICES} | 1.25 | 1.25 | 1.25 |" in told
     for rounds in ("20", "16 to 20"):  # 1 and 3 %: a standard error of one, times 12.7 with one degree of freedom
         assert f"| {NOTICES}, {rounds} | +1.00% | +3.00% | +2.00% ± 12.71% |" in told
         assert f"| {TOLD}, {rounds} | +0.00% | +0.00% | +0.00% ± 0.00% |" in told

@@ -100,9 +100,12 @@ def _write(comparison: Comparison, outcome: Outcome, output: Path, console: Cons
         )
     parts = _parts(finished, comparison.tables)
     text += "\n".join(f"### {name}\n\n{markdown(part)}" if name else markdown(part) for name, part in parts.items())
-    against = ours_table(finished, comparison.ours)
-    for more in (against, life_table(ended), bar_table(ended), attack_table(ended), private_table(ended)):
+    left = [*outcome.left, *outcome.taken, *outcome.failed]
+    against, attacks = ours_table(finished, comparison.ours), attack_table(ended, left)
+    for more in (against, life_table(ended), bar_table(ended), attacks, private_table(ended)):
         text += f"\n{more}" if more else ""
+    if left:
+        text += f"\nNote: {len(left)} of the comparison's {len(ended) + len(left)} cells are not in these tables.\n"
     output.mkdir(parents=True, exist_ok=True)  # all of its cells may stand elsewhere
     if courses := life_courses(ended):
         write_atomic(output / "course.json", json.dumps(courses, indent=1))

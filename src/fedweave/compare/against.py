@@ -1,7 +1,7 @@
 """The second table of a comparison with hostile clients or with privacy: by how much either moves the loss of a run
 with the same seed and without it."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 
@@ -17,12 +17,52 @@ BARS = ((0.05, 0.02, FOR_STRANGERS), (0.3, 0.05, ""))
 _MOST_TASKS = 12  # of a table
 Losses = dict[int, dict[str, float]]  # seed -> task -> loss
 Case = tuple[float, str, str]  # share of hostile clients, attack, rule
+Finished = Sequence[tuple[Cell, Summary]]
+# axes that the rows of the tables tell; whatever else a grid varies has tables of its own
+_ATTACK_AXES = ("attack.clients", "attack.kind", "federation.rule", "federation.quarantine", "seed")
+_PRIVATE_AXES = ("data.clients", "privacy.level", "privacy.epsilon", "discovery.max_buckets", "seed")
 
 
-def attack_table(finished: Sequence[tuple[Cell, Summary]]) -> str:
+def attack_table(finished: Finished, left: Sequence[Cell] = ()) -> str:
     """Markdown: the worst that any attack of a size does to a rule, and what every attack does to every task. Each
     is held against honest clients with the same rule and the same seeds, and against a federation without the
-    hostile ones, since a rule that leaves them out can do no better. Nothing where nobody attacks."""
+    hostile ones, since a rule that leaves them out can do no better. Nothing where nobody attacks. ``left`` are
+    cells that have not finished: a bar is not met while one of its attacks is to come."""
+
+    def table(part: Finished, place: str) -> str:
+        return _attack_table(part, [cell for cell in left if _place_of(cell, varied) == place])
+
+    varied = _varied([*(cell for cell, _ in finished), *left], _ATTACK_AXES)
+    return _for_each(finished, varied, table)
+
+
+def private_table(finished: Finished) -> str:
+    """Markdown: what every level and ε costs, against no privacy with the same clients and buckets, and with the
+    most buckets. Nothing where there is no privacy, or nothing else."""
+    varied = _varied([cell for cell, _ in finished], _PRIVATE_AXES)
+    return _for_each(finished, varied, lambda part, _: _private_table(part))
+
+
+def _varied(cells: Sequence[Cell], told: Sequence[str]) -> list[str]:
+    """Axes of which these cells have several values, but for those that a table's own rows tell."""
+    axes = [axis for axis in (cells[0].values if cells else ()) if axis not in told]
+    return [axis for axis in axes if len({str(cell.values[axis]) for cell in cells}) > 1]
+
+
+def _place_of(cell: Cell, varied: Sequence[str]) -> str:
+    return ", ".join(f"{axis}={cell.values[axis]}" for axis in varied)
+
+
+def _for_each(finished: Finished, varied: Sequence[str], table: Callable[[Finished, str], str]) -> str:
+    """A table for every combination of what else varies: one of all would show the last cell of each row."""
+    places = dict.fromkeys(_place_of(cell, varied) for cell, _ in finished)
+    made = {
+        place: table([one for one in finished if _place_of(one[0], varied) == place], place) for place in places
+    }
+    return "\n".join(f"**{place}**\n\n{text}" if place else text for place, text in made.items() if text)
+
+
+def _attack_table(finished: Finished, left: Sequence[Cell]) -> str:
     found: dict[Case, Losses] = {}
     for cell, summary in finished:
         if last := summary["test"].get("last"):  # what a validation set of the server's own would not have avoided
@@ -31,7 +71,11 @@ def attack_table(finished: Sequence[tuple[Cell, Summary]]) -> str:
             found.setdefault((share, attack.kind, _rule(cell)), {})[summary["seed"]] = last["loss"][last["used"]]
     honest = {rule: losses for (_, kind, rule), losses in found.items() if kind == "none"}
     cases = sorted(found, key=lambda case: (case[0], KINDS.index(case[1]), _place(case[2])))
-    attacked = [case for case in cases if case[1] not in NO_ATTACK and case[2] in honest]
+    attacked = [
+        case
+        for case in cases
+        if case[1] not in NO_ATTACK and any(s in honest.get(case[2], ()) for s in found[case])
+    ]
     if not attacked:
         return ""
     default = FOR_STRANGERS if FOR_STRANGERS in honest else next(iter(honest))
@@ -53,7 +97,7 @@ def attack_table(finished: Sequence[tuple[Cell, Summary]]) -> str:
         rules = {rule: case for (size, rule), case in worst.items() if size == share and named in (rule, "")}
         if rules:
             rule = min(rules, key=lambda rule: _mean(moved[rules[rule]]))
-            met = "yes" if _mean(moved[rules[rule]]) <= most else "**no**"
+            met = _verdict(_mean(moved[rules[rule]]) <= most, share, rule, left)
             title = f"{share:.0%} of the clients against {rule}, {'the default' if named else 'the best rule'}"
             figures = [_shown(moves[rules[rule]], "macro") for moves in (moved, beyond)]
             lines.append(f"| {title} | {most:+.1%} | {' | '.join(figures)} | {met} |")
@@ -65,9 +109,16 @@ def attack_table(finished: Sequence[tuple[Cell, Summary]]) -> str:
     return "\n".join([*lines, ""])
 
 
-def private_table(finished: Sequence[tuple[Cell, Summary]]) -> str:
-    """Markdown: what every level and ε costs, against no privacy with the same clients and buckets, and with the
-    most buckets. Nothing where there is no privacy, or nothing else."""
+def _verdict(within: bool, share: float, rule: str, left: Sequence[Cell]) -> str:
+    """Whether a bar is met by every attack of every seed, as far as they have run."""
+    attacks = [cell.config.attack for cell in left if _rule(cell) == rule]
+    to_come = sum(attack.clients == share and attack.kind not in NO_ATTACK for attack in attacks)
+    if not within:
+        return "**no**"
+    return f"so far; {to_come} attacks to come" if to_come else "yes"
+
+
+def _private_table(finished: Finished) -> str:
     found: dict[tuple[int, str, int], Losses] = {}
     spent: dict[tuple[int, str, int], list[float]] = {}
     for cell, summary in finished:

@@ -8,10 +8,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
-from scipy.stats import ttest_rel
 
 from fedweave.compare.grid import Cell
-from fedweave.compare.tables import Figure, Results, Row, holm
+from fedweave.compare.tables import Figure, Results, Row, holm, paired_p
 from fedweave.schema import Summary
 
 LOSSES = ("loss macro", "unseen-loss macro")
@@ -29,7 +28,7 @@ class Lead:
     def of(cls, ours: dict[str, Figure], other: dict[str, Figure], column: str) -> "Lead":
         both = _common(ours[column], other[column])
         mine, theirs = ours[column].over(both), other[column].over(both)
-        p = float(ttest_rel(mine, theirs).pvalue) if len(both) > 1 else None
+        p = paired_p(mine, theirs) if len(both) > 1 else None
         points = column.replace("loss", "score")
         scored = _common(ours.get(points), other.get(points))
         score = np.mean(ours[points].over(scored)) - np.mean(other[points].over(scored)) if scored else None

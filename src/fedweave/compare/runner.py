@@ -31,6 +31,7 @@ class Outcome:
     finished: list[tuple[Cell, Summary]] = field(default_factory=list)
     folders: list[Path | None] = field(default_factory=list)  # of the finished; may be another grid's
     failures: list[str] = field(default_factory=list)  # a sentence each
+    failed: list[Cell] = field(default_factory=list)
     left: list[Cell] = field(default_factory=list)  # not begun, because time was up
     taken: list[Cell] = field(default_factory=list)  # by other processes, which have not finished them
 
@@ -111,6 +112,7 @@ class Runner:
             note = cell.folder.parent / f"{cell.folder.name}.error"
             note.write_text(traceback.format_exc(), encoding="utf-8")
             outcome.failures.append(f"{cell.title}: see {note}")
+        outcome.failed.append(cell)
         return None, None
 
     def _late(self) -> bool:

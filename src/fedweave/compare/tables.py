@@ -116,7 +116,7 @@ class Results:
             best, other = (self.rows[r][column] for r in (order[0], row))
             both = [seed for seed in best.by_seed if seed in other.by_seed]
             if len(both) > 1:
-                out[row] = float(ttest_rel(best.over(both), other.over(both)).pvalue)
+                out[row] = paired_p(best.over(both), other.over(both))
         return out
 
     def caveats(self) -> list[str]:
@@ -124,6 +124,9 @@ class Results:
         said = []
         if self.bounds:
             said.append("A bound is told labels or has all data in one place; it is marked †, and not ranked.")
+        others = {seed for row, seeds in self.seeds.items() if row not in self.bounds for seed in seeds}
+        if others and any(set(self.seeds[row]) != others for row in self.bounds):
+            said.append("A bound has other seeds than the rest: its mean is one over other data.")
         if len({tuple(sorted(map(str, s))) for row, s in self.seeds.items() if row not in self.bounds}) > 1:
             seeds = ", ".join(map(str, self.common))
             judged = f"by the seeds that all have ({seeds})" if seeds else "by their means"
@@ -230,6 +233,11 @@ def markdown(results: Results) -> str:
             parts.append(f"Paired t-test of the best against each, {results.title(column)}, {what}: {listed}.")
     parts += [f"Note: {note}" for note in [*results.caveats(), *results.notes]]
     return "\n\n".join(parts) + "\n"
+
+
+def paired_p(one: Sequence[float], other: Sequence[float]) -> float:
+    """p of a two-sided paired t-test; 1 where no pair differs, of which the test itself knows nothing."""
+    return 1.0 if list(one) == list(other) else float(ttest_rel(one, other).pvalue)
 
 
 def holm(tests: dict[Test, float]) -> dict[Test, float]:
