@@ -66,13 +66,20 @@ class Change:
     retired: list[int] = field(default_factory=list)  # experts, by their old numbers
     unfed: list[int] = field(default_factory=list)  # experts that nobody who is here feeds any more
     fed_again: list[int] = field(default_factory=list)
+    closed: list[int] = field(default_factory=list)  # experts that lost a vote, by their old numbers
+    restarted: bool = False  # the router has started over
     limit: float | None = None  # distance beyond which a bucket belongs to no expert
     up: dict[str, int] = field(default_factory=dict)  # client -> bytes
     down: dict[str, int] = field(default_factory=dict)
 
     def __bool__(self) -> bool:
         """Whether there are other rows or other experts than before."""
-        return bool(self.came or self.went or self.placed or self.merged or self.retired)
+        return bool(self.came or self.went or self.placed or self.merged or self.retired or self.closed)
+
+    @property
+    def told(self) -> bool:
+        """Whether there is anything that people are told of."""
+        return bool(self) or bool(self.unfed or self.fed_again) or self.restarted
 
     def opened_by(self, m: int) -> str:
         """The only client that an expert opened for; empty where there are several."""
@@ -88,9 +95,13 @@ class Change:
 
     def heard(self, receipts: Receipts, question: Message) -> None:
         """Count what a question and its answers took."""
+        self.count(receipts, question.size)
+
+    def count(self, receipts: Receipts, down: int) -> None:
+        """Count answers, and so many bytes to each of those who gave them."""
         for name, sent in receipts.bytes_up.items():
             self.up[name] = self.up.get(name, 0) + sent
-            self.down[name] = self.down.get(name, 0) + question.size
+            self.down[name] = self.down.get(name, 0) + down
 
 
 class News(Step[Told]):

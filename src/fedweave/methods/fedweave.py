@@ -26,7 +26,7 @@ from fedweave.federation.news import Change
 from fedweave.federation.state import Broadcast, ServerState
 from fedweave.federation.steps import Step
 from fedweave.federation.train import Update
-from fedweave.methods.contested import contests
+from fedweave.methods.contested import Contest
 from fedweave.methods.familiar import Familiarity, familiar_share
 from fedweave.methods.living import Living
 from fedweave.methods.preparation import Aligned, assign, mixture_payload
@@ -48,7 +48,7 @@ class FedWeave(Aligned):
         self.warm = WarmRouter(config)
         self.start = self.start if config.experts.start == "warmup" else None
         self.relabel = Relabel(config) if config.experts.labels == "router" else None
-        self.contest = Relabel(config) if contests(config) else None
+        self.contest = Contest.of(config)
         self.familiar = Familiarity(config) if familiar_share(config) < 1 else None
         self.living = Living(config, self.discover, self.start)
         self.shared_rank = config.experts.shared_rank

@@ -21,6 +21,7 @@ from fedweave.federation.message import Message
 from fedweave.federation.news import Change, Placed
 from fedweave.federation.state import ServerState, broadcast
 from fedweave.federation.steps import Step
+from fedweave.methods.closing import without_experts
 from fedweave.methods.growing import GrowRouter, grow_router
 from fedweave.methods.lessons import Lesson, give_lessons, shared_of
 from fedweave.methods.newcomers import (
@@ -170,7 +171,7 @@ class Living:
         state = replace(state, signatures=torch.cat([state.signatures, one]), report=report)
         change.merged = list(pair)
         engine.console.say(f"before round {change.t + 1}: experts {pair[0]} and {pair[1]} are alike and become one")
-        return self.close(engine, self.widen(engine, state, change, [mean]), pair)
+        return without_experts(engine, self.widen(engine, state, change, [mean]), pair)
 
     def retire(self, engine: Engine, state: ServerState, change: Change) -> ServerState:
         """Experts that nobody has fed for ``living.retire`` rounds close."""
@@ -184,7 +185,7 @@ class Living:
         change.retired = gone
         for m in gone:
             engine.console.say(f"before round {change.t + 1}: nobody feeds expert {m} any more; it is retired")
-        return self.close(engine, state, gone)
+        return without_experts(engine, state, gone)
 
     def tell_unfed(self, engine: Engine, state: ServerState, change: Change) -> ServerState:
         """The operator hears once of an expert whose last rows are gone, or whose only sites are away."""
@@ -198,23 +199,3 @@ class Living:
                 f"before round {change.t + 1}: nobody who is here feeds expert {m}; it stays as it is"
             )
         return replace(state, report={**state.report, "unfed": unfed})
-
-    def close(self, engine: Engine, state: ServerState, gone: Sequence[int]) -> ServerState:
-        """The state without these experts; the others move up."""
-        layout, router = state.layout, state.router
-        assert router is not None and state.phi is not None and state.signatures is not None
-        kept = [m for m in range(layout.experts) if m not in gone]
-        place = {m: i for i, m in enumerate(kept)}
-        for member in engine.members:
-            member.assignment = [place.get(m, -1) for m in member.assignment]
-        narrow, experts = engine.layout(layout.rank, len(kept), layout.shared), layout.unstack(state.theta)
-        theta = narrow.stack([experts[m] for m in kept], shared_of(state))
-        router, phi = router.narrowed(state.phi[0], kept)
-        lists = {name: state.report.get(name, []) for name in ("signed_buckets", "born", "openers", "idle")}
-        report = state.report | {name: [had[m] for m in kept if m < len(had)] for name, had in lists.items()}
-        report["unfed"] = [place[m] for m in state.report.get("unfed", []) if m in place]
-        doubts = {name: [had[m] for m in kept if m < len(had)] for name, had in state.bucket_doubts.items()}
-        return replace(
-            state, layout=narrow, theta=theta, router=router, phi=phi[None], signatures=state.signatures[kept],
-            report=report, bucket_doubts=doubts,
-        )  # fmt: skip

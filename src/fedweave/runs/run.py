@@ -230,8 +230,8 @@ def carry_out(run: RunFolder, context: RunContext, console: Console, started: fl
     def after_round(state: ServerState, report: RoundReport) -> ServerState:
         """Validate, remember the best or go back to it, save."""
         completed, change = report.t + 1, report.change
-        if change is not None and (change or change.unfed or change.fed_again):
-            run.log(change_record(change, state, context.engine.members))
+        if change is not None and (record := change_record(change, state, context.engine.members)) is not None:
+            run.log(record)
         event = round_record(report)
         note = "" if report.train_loss is None else f"train loss {report.train_loss:.3f}, "
         if context.config.privacy.level != "none":

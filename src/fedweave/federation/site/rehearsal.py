@@ -78,6 +78,7 @@ def rehearse(site: Site, config: Config, build_method: BuildMethod) -> dict[str,
     state, _ = one_round(method, engine, state, engine.members, 0)
     for _ in engine.ask(method.evaluate, engine.members, broadcast(state, 0)):
         pass
+    method.rehearse(engine, state)
     if state.signatures is not None and config.living.notice != "off":  # its last bucket is one that just came
         (member,) = engine.members
         member.assignment = [*member.assignment[:-1], -1]
