@@ -38,7 +38,7 @@ from fedweave.router.mlp import RouterLayout
 from fedweave.streams import stream_key
 
 Pair = tuple[int, int]  # an expert, and the one to which the router sends its prompts
-StartOver = Callable[[Engine, ServerState, WarmRouter, Change], ServerState]  # with this step, and count its bytes
+StartOver = Callable[[Engine, ServerState, WarmRouter | None, Change], ServerState]  # by this step, or as ever
 _LOOKED_AT = 32  # prompts that a client measures losses on
 _LEAST = 4  # of fewer nobody can tell which expert answers them better
 
@@ -93,7 +93,7 @@ class Contest:
             tell(engine, m, "those who have its prompts are answered better by another expert")
         change.closed = closed
         state = without_experts(engine, state, closed)
-        return start_over(engine, state, self.again, change)  # without what they taught it
+        return start_over(engine, state, None, change)  # without what they taught it
 
     def contested(self, engine: Engine, voters: Sequence[Any], state: ServerState, change: Change) -> list[Pair]:
         """The pairs, and what it took to ask."""

@@ -179,13 +179,15 @@ class Aligned(Method):
             return state
         if {*left_out(state.standing, config.federation.hostile)} <= {*known}:
             return state
-        assert self.warm is not None
         engine.console.say("the router starts over without those who count nothing")
-        return self.start_over(engine, state, self.warm, change)
+        return self.start_over(engine, state, None, change)
 
-    def start_over(self, engine: Engine, state: ServerState, step: WarmRouter, change: Change) -> ServerState:
+    def start_over(
+        self, engine: Engine, state: ServerState, step: WarmRouter | None, change: Change
+    ) -> ServerState:
         """The state with a router that was warmed up anew by those who are in good standing."""
-        assert state.router is not None and state.phi is not None
+        step = step or self.warm
+        assert step is not None and state.router is not None and state.phi is not None
         router, standing, heard = (
             state.router.trained,
             Standing(engine.members, self.config, state.standing),

@@ -35,6 +35,7 @@ def question(config, step: str = "train", t: int = 0) -> Message:
         (Floors(questions=("hello", "train")), {}, "moments", "does not answer 'moments'"),
         (Floors(batch=4), {"router": {"warm_start": {"batch_size": 1}}}, "warm", "floors.batch is 4"),
         (Floors(steps=5), {"router": {"warm_start": {"steps": 1}}}, "warm", "floors.steps is 5"),
+        (Floors(steps=3), {"router": {"warm_start": {"steps": 8}}}, "rewarm", "asks for 2, where"),
         (Floors(secure=True), {}, "train", "no secure aggregation, which this site's floors.secure asks for"),
         (Floors(level="example"), {}, "discover", "privacy.level is none, this site's floors.level example"),
         (

@@ -51,6 +51,13 @@ def test_check_keeps_to_the_sites_own_floors(site, capsys):
     assert "asks for 3, where this site's floors.steps is 4" in capsys.readouterr().err
 
 
+def test_check_rehearses_what_only_hostile_sites_lead_to(site, capsys):
+    chosen = [*SMALL, "federation.contested=vote"]
+    assert main(["site", "check", str(site()), "quickstart", *chosen, "--quiet"]) == 0
+    sent = {tuple(line.split()[:2]) for line in capsys.readouterr().out.splitlines()[8:]}
+    assert {("relabel", "experts"), ("rewarm", "router"), ("compare", "losses")} <= sent
+
+
 @pytest.mark.parametrize("notice", ["open", "ask"])
 @pytest.mark.parametrize("buckets", [1, 3])
 def test_check_rehearses_a_kind_that_nobody_knows(site, capsys, notice, buckets):
