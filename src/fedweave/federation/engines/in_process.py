@@ -13,9 +13,9 @@ from fedweave.federation.client import OWN, RESIDUAL, Client, Member
 from fedweave.federation.compute import Compute
 from fedweave.federation.engines.base import Engine
 from fedweave.federation.exit import Exit
-from fedweave.federation.message import Message
+from fedweave.federation.message import Message, NoAnswer
 from fedweave.federation.recent import Recent
-from fedweave.federation.steps import Asked, Reply, Step
+from fedweave.federation.steps import Answer, Asked, Reply, Step
 
 
 class InProcessEngine(Engine):
@@ -55,7 +55,14 @@ class InProcessEngine(Engine):
             clients: list[Client] = [one.member for one in group]  # type: ignore[misc]
             computed = step.answer(self.compute, clients, question)
             for one, client, answer in zip(group, clients, computed, strict=True):
-                yield client, self.exit.leave(step, one, client, answer)
+                yield client, self._leave(step, one, client, answer)
+
+    def _leave(self, step: Reply, one: Asked, client: Client, answer: Answer) -> Message:
+        """Its message; why there is none is one, too, so that it costs nobody else anything."""
+        try:
+            return self.exit.leave(step, one, client, answer)
+        except NoAnswer as reason:
+            return Message.silent(str(reason))
 
     def detach(self) -> None:
         self.compute.detach()

@@ -30,7 +30,7 @@ from fedweave.federation.checkpoint import load_checkpoint, save_checkpoint
 from fedweave.federation.client import Client
 from fedweave.federation.engines.in_process import InProcessEngine
 from fedweave.federation.hello import Hello
-from fedweave.federation.message import Message
+from fedweave.federation.message import Message, NoAnswer
 from fedweave.federation.method import Method
 from fedweave.federation.news import News
 from fedweave.federation.private import known_sizes
@@ -202,12 +202,12 @@ class Site:
         be opened is the server's fault, and no reason to stop."""
         try:
             return self.reply(sealed if isinstance(sealed, Message) else sealed())
-        except Declined as error:
+        except (Declined, NoAnswer) as error:
             self.console.warn(str(error))
-            return Message(facts={"error": str(error)})
+            return Message.silent(str(error))
         except Exception as error:  # what went wrong here may quote a row or a path: it stays here
             self.console.warn(str(error) if isinstance(error, UserError) else traceback.format_exc())
-            return Message(facts={"error": f"{type(error).__name__}; the site's own log says more"})
+            return Message.silent(f"{type(error).__name__}; the site's own log says more")
 
     def reply(self, question: Message) -> Message:
         return self.hello(question) if question.facts["step"] == Hello.name else self._answer(question)
@@ -256,7 +256,7 @@ class Site:
         ((_, message),) = engine.answers(step, asked, question)
         check_buckets(floors, session.client.sizes)
         self._remember(session)
-        return message
+        return message.spoken()
 
     # ---------------------------------------------------------------------------------- what the site holds
 
