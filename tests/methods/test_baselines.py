@@ -1,6 +1,8 @@
 """Each baseline against the property that defines it."""
 
 import json
+import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -58,6 +60,25 @@ def test_fedsa_keeps_every_b_at_home(config, backbone):
     sizes = torch.tensor([float(len(c)) for c in engine.members])
     mean = (sizes[:, None] * after.private).sum(0) / sizes.sum()
     torch.testing.assert_close(after.theta[is_b], mean[is_b])
+
+
+def test_what_a_client_has_for_itself_outlives_a_round_in_which_it_diverges(config, backbone):
+    config = with_method(config, "fedsa-lora")
+    engine, method = make_engine(config, backbone), build_method(config)
+    state, real = method.prepare(engine), method.local_updates
+
+    def diverging(*asked):
+        for update in real(*asked):
+            yield replace(update, delta_theta=update.delta_theta * (math.nan if update.client == 1 else 1.0))
+
+    method.local_updates = diverging
+    after, report = one_round(method, engine, state, engine.members, 0)
+    assert 1 not in report.receipts.accepted and after.theta.isfinite().all(), "the mean of all B is of numbers"
+    assert torch.equal(after.private[1], state.private[1])
+    method.local_updates = real
+    _, report = one_round(method, engine, after, engine.members, 1)
+    engine.detach()
+    assert 1 in report.receipts.accepted
 
 
 def test_local_only_communicates_nothing(config, backbone):
