@@ -120,7 +120,8 @@ class LaneGroup:
             self.parts.append(self.routers)
             groups.append({"params": [self.routers.master], "lr": trainer.router_rate})
         on_gpu = device.type == "cuda"
-        if on_gpu and config.schedule != "constant":  # a recorded step reads the rate of its round from here
+        varies = config.schedule != "constant" or config.patience > 0
+        if on_gpu and varies:  # a recorded step reads the rate of its round from here
             for group in groups:
                 group["lr"] = torch.tensor(group["lr"], device=device)
         self.optimiser = torch.optim.AdamW(groups, weight_decay=0.0, fused=on_gpu, capturable=on_gpu, foreach=False)
