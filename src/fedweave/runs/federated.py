@@ -37,7 +37,7 @@ from fedweave.json_files import read_json, write_json
 from fedweave.methods import build_method
 from fedweave.runs.folder import Progress, RunFolder, require_new
 from fedweave.runs.reading import read_events
-from fedweave.runs.run import RunContext, carry_out
+from fedweave.runs.run import RunContext, carry_out, follow_progress
 from fedweave.runs.summary import summarise
 from fedweave.runs.workspace import TestSet, Workspace
 from fedweave.schema import AnatomyRecord, Manifest, Summary
@@ -82,6 +82,7 @@ def resume(
 
 def _execute(run: RunFolder, config: Config, runtime: Runtime, console: Console) -> Summary:
     hush()
+    follow_progress(run, config, console)
     tester = load_test(config, console)
     console.say(f"run folder: {run.path}")
     try:

@@ -26,15 +26,19 @@ class LiveProgress:
     def __init__(self, folder: Path, rounds: int):
         self.path = folder / NAME
         self.rounds = rounds
-        self.round_seconds: list[float] = []
+        earlier = read_live(folder)
+        self.round_seconds: list[float] = earlier["round_seconds"] if earlier else []  # of a run that is resumed
         self._phase: Phase = {}
         self._written = 0.0
         self._round_began = time.monotonic()
 
+    def begin(self) -> None:
+        """The run is under way, long before its first round: models load, and sites are waited for."""
+        self._write("running")
+
     def begin_rounds(self, completed: int) -> None:
         """Training starts, or goes on after ``completed`` rounds; their times are remembered."""
-        earlier = read_live(self.path.parent)
-        self.round_seconds = earlier["round_seconds"][:completed] if earlier else []
+        self.round_seconds = self.round_seconds[:completed]
         self._round_began = time.monotonic()
         self._write("running")
 

@@ -177,9 +177,17 @@ class LocalRun(RunContext):
             raise RuntimeError("the backbone changed during the run, which must never happen")
 
 
+def follow_progress(run: RunFolder, config: Config, console: Console) -> LiveProgress:
+    """Whoever watches the run sees from now on that it goes on, and in which phase it is."""
+    live = LiveProgress(run.path, config.training.rounds)
+    live.begin()
+    console.on_progress = live.phase
+    return live
+
+
 def _execute(run: RunFolder, prepared: Prepared, console: Console) -> Summary:
     console.spent.clear()
-    console.on_progress = LiveProgress(run.path, prepared.config.training.rounds).phase
+    follow_progress(run, prepared.config, console)
     if prepared.config.engine == "flower":
         from fedweave.runs.simulated import simulate
 
@@ -206,8 +214,7 @@ def _execute(run: RunFolder, prepared: Prepared, console: Console) -> Summary:
 def carry_out(run: RunFolder, context: RunContext, console: Console, started: float) -> Summary:
     """All phases of a run, from wherever its folder says it stands."""
     method = build_method(context.config)
-    live = LiveProgress(run.path, context.config.training.rounds)
-    console.on_progress = live.phase
+    live = follow_progress(run, context.config, console)
     progress = run.load(context)
     earlier = progress.seconds if progress else 0.0
     run.loggers = open_loggers(context.config, run.path, progress.completed + 1 if progress else 0, console)
