@@ -79,7 +79,7 @@ def test_a_loss_that_is_no_number_stands_in_the_table(record):
 
 def test_a_federation_goes_on_before_any_site_is_there(config, says, tmp_path, monkeypatch):
     """Its server may load a model and wait for hours before there is anything else to see."""
-    run = RunFolder.create(tmp_path / "run", config, {"source": "sample", "seed": 1})
+    run, console = RunFolder.create(tmp_path / "run", config, {"source": "sample", "seed": 1}), Console(quiet=True)
 
     def look(config, console):
         console.on_progress("sites here", 1, 2)
@@ -88,7 +88,10 @@ def test_a_federation_goes_on_before_any_site_is_there(config, says, tmp_path, m
     monkeypatch.setattr("fedweave.runs.live._PAUSE", 0.0)
     monkeypatch.setattr(federated, "load_test", look)
     with pytest.raises(UserError, match=r"(?s)· running .*now: sites here, 1 of 2"):
-        federated._execute(run, config, Runtime("here"), Console(quiet=True))
+        federated._execute(run, config, Runtime("here"), console)
+    console.on_progress("of another run", 0, 1)
+    shown = says("watch", run.path)
+    assert "· stopped" in shown and "another run" not in shown, "this process is alive, and no longer at it"
 
 
 def test_no_run_is_one_sentence(tmp_path, complains):

@@ -8,9 +8,12 @@ import json
 import os
 import socket
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Literal
 
+from fedweave.console import Console
 from fedweave.files import write_if_possible
 from fedweave.json_files import Damaged, parse
 from fedweave.runs.lock import alive
@@ -18,6 +21,20 @@ from fedweave.schema import LiveState, Phase
 
 NAME = "progress.json"
 _PAUSE = 1.0  # seconds between two writes
+
+
+@contextmanager
+def followed(folder: Path, rounds: int, console: Console) -> Iterator[None]:
+    """Whoever watches a run sees that it goes on, long before its first round: models load, sites are waited for.
+    Afterwards the process may do other things, and their phases are not the run's."""
+    live = LiveProgress(folder, rounds)
+    live.begin()
+    console.on_progress = live.phase
+    try:
+        yield
+    finally:
+        console.on_progress = lambda label, done, total: None
+        live.leave()
 
 
 class LiveProgress:
@@ -33,7 +50,6 @@ class LiveProgress:
         self._round_began = time.monotonic()
 
     def begin(self) -> None:
-        """The run is under way, long before its first round: models load, and sites are waited for."""
         self._write("running")
 
     def begin_rounds(self, completed: int) -> None:
@@ -56,7 +72,13 @@ class LiveProgress:
     def finish(self) -> None:
         self._write("finished")
 
-    def _write(self, state: Literal["running", "finished"]) -> None:
+    def leave(self) -> None:
+        """Nobody works on the run any more, whether or not it has finished."""
+        if (last := read_live(self.path.parent)) is not None and last["state"] == "running":
+            self.round_seconds = last["round_seconds"]
+            self._write("stopped")
+
+    def _write(self, state: Literal["running", "finished", "stopped"]) -> None:
         self._written = time.monotonic()
         content: LiveState = {
             "state": state,

@@ -24,7 +24,7 @@ from fedweave.json_files import write_json
 from fedweave.methods import build_method
 from fedweave.runs.course import BACK, END, ON, agreed, follow, judge, renew, rounds_left, setback, setback_text
 from fedweave.runs.folder import Progress, RunFolder, require_new
-from fedweave.runs.live import LiveProgress
+from fedweave.runs.live import LiveProgress, followed
 from fedweave.runs.loggers import open_loggers, require_loggers
 from fedweave.runs.records import change_record, label_record, prompt_map, round_record, validation_record
 from fedweave.runs.summary import peak_memory, served_models, summarise
@@ -177,21 +177,17 @@ class LocalRun(RunContext):
             raise RuntimeError("the backbone changed during the run, which must never happen")
 
 
-def follow_progress(run: RunFolder, config: Config, console: Console) -> LiveProgress:
-    """Whoever watches the run sees from now on that it goes on, and in which phase it is."""
-    live = LiveProgress(run.path, config.training.rounds)
-    live.begin()
-    console.on_progress = live.phase
-    return live
-
-
 def _execute(run: RunFolder, prepared: Prepared, console: Console) -> Summary:
     console.spent.clear()
-    follow_progress(run, prepared.config, console)
-    if prepared.config.engine == "flower":
-        from fedweave.runs.simulated import simulate
+    with followed(run.path, prepared.config.training.rounds, console):
+        if prepared.config.engine == "flower":
+            from fedweave.runs.simulated import simulate
 
-        return simulate(run, prepared, console)
+            return simulate(run, prepared, console)
+        return _in_process(run, prepared, console)
+
+
+def _in_process(run: RunFolder, prepared: Prepared, console: Console) -> Summary:
     started = time.monotonic()
     workspace = prepared.build(console)
     if (processes := world()) is not None:
@@ -214,7 +210,8 @@ def _execute(run: RunFolder, prepared: Prepared, console: Console) -> Summary:
 def carry_out(run: RunFolder, context: RunContext, console: Console, started: float) -> Summary:
     """All phases of a run, from wherever its folder says it stands."""
     method = build_method(context.config)
-    live = follow_progress(run, context.config, console)
+    live = LiveProgress(run.path, context.config.training.rounds)
+    console.on_progress = live.phase
     progress = run.load(context)
     earlier = progress.seconds if progress else 0.0
     run.loggers = open_loggers(context.config, run.path, progress.completed + 1 if progress else 0, console)
