@@ -45,10 +45,14 @@ class InProcessEngine(Engine):
     def replies(self, step: Reply, asked: Sequence[Asked], question: Message) -> Iterator[tuple[Member, Sealed]]:
         yield from self.answers(step, asked, question)
 
+    def speaking(self, asked: Sequence[Asked]) -> Sequence[Asked]:
+        """Those of whom there is an answer to wait for."""
+        hostile = self.exit.hostile
+        return asked if hostile is None else [one for one in asked if hostile.speaks(one.member)]  # type: ignore[arg-type]
+
     def answers(self, step: Reply, asked: Sequence[Asked], question: Message) -> Iterator[tuple[Client, Message]]:
         assert isinstance(step, Step)
-        if (hostile := self.exit.hostile) is not None:
-            asked = [one for one in asked if hostile.speaks(one.member)]  # type: ignore[arg-type]
+        asked = self.speaking(asked)
         together = step.together or max(1, len(asked))
         for start in range(0, len(asked), together):
             group = asked[start : start + together]
