@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from fedweave.errors import UserError
-from fedweave.inference.json_text import JsonText
+from fedweave.inference.json_text import JsonText, JsonTokens
 from fedweave.inference.sampling import Options, Sampling, TokenChooser
 
 PROMPT = "Fix the grammar: Ada go to the park."
@@ -97,6 +97,43 @@ def test_what_python_reads_and_what_is_accepted_agree():
         assert (state.add(text) and state.complete) == valid, text
         agreed += valid
     assert agreed > 5
+
+
+@pytest.fixture
+def chooser(backbone):
+    """Of a row in JSON mode whose text so far is this."""
+
+    def make(text: str, **options) -> TokenChooser:
+        ends = list(backbone.end_ids)
+        grammar = JsonTokens(backbone.tokenizer, ends)
+        assert grammar.text.add(text)
+        return TokenChooser(Sampling(json_object=True, **options), torch.tensor([1, 2, 3]), ends, 0, grammar)
+
+    return make
+
+
+@pytest.mark.parametrize("options", [{}, {"do_sample": True, "top_k": 1}, {"do_sample": True, "top_p": 1e-3}])
+def test_in_json_mode_options_may_leave_nothing_that_fits(chooser, backbone, options):
+    """Then the likeliest token that does is taken: no draw from nothing, which would end everybody's answers."""
+    (begin,) = backbone.tokenizer.encode("{", add_special_tokens=False)
+    logits = torch.linspace(0, 30, len(backbone.tokenizer))
+    fitting = {token for token in range(len(logits)) if JsonText().add(backbone.tokenizer.decode([token]) or "x")}
+    assert begin in fitting
+    before = logits.clone()
+    assert chooser("", **options).choose(logits, []) == max(fitting)
+    assert torch.equal(logits, before), "log-probabilities are read from them afterwards"
+
+
+def test_a_whole_object_ends_before_its_least_length(chooser, backbone):
+    """Nothing may follow, so that waiting for more would be waiting for ever."""
+    one = chooser('{"a": 1}', min_new_tokens=40)
+    assert one.choose(torch.zeros(len(backbone.tokenizer)), [5, 6]) in backbone.end_ids
+
+
+@pytest.mark.parametrize("token", [10**30, 2**31, -1])
+def test_a_stop_token_is_a_token(token):
+    with pytest.raises(UserError, match="stop_token_ids: a token is a number from 0"):
+        Sampling.of({"stop_token_ids": [token], "min_new_tokens": 1})
 
 
 @pytest.mark.parametrize("options", [{}, {"do_sample": True, "temperature": 1.5, "seed": 3}])
