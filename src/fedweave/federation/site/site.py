@@ -81,6 +81,8 @@ class OwnFiles:
         path = _existing(self.site.data, "data")
         self._seen = _written(path)
         rows = read_examples(path)
+        if _written(path) != self._seen:  # the rows that are still to be written would count as gone
+            raise UserError(f"{self.site.data} was written while it was read.")
         if not rows:
             raise UserError(f"{self.site.data} is empty; add examples.")
         return rows
