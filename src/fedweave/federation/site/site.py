@@ -39,6 +39,7 @@ from fedweave.federation.site.floors import Declined, check_buckets, check_model
 from fedweave.federation.site.ledger import Ledger, Sums
 from fedweave.federation.site.settings import Floors, SiteConfig, own_files
 from fedweave.federation.steps import Asked
+from fedweave.files import recover_folder
 from fedweave.json_files import Damaged
 from fedweave.settings import read_yaml
 from fedweave.streams import stream_key
@@ -298,6 +299,8 @@ class Site:
         client = Client(index, feed.here, held=feed.held, feed=feed, least=self.source.floors.least)
         if saved is not None:
             feed.restore(client, saved)
+        if folder is not None:
+            recover_folder(folder / _MEMORY)
         if folder is not None and (folder / _MEMORY).is_dir():
             try:
                 tensors, meta = load_checkpoint(folder / _MEMORY, Remembered)
