@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from fedweave.errors import UserError
+from fedweave.inference import rows
 from fedweave.inference.json_text import JsonText, JsonTokens
 from fedweave.inference.sampling import Options, Sampling, TokenChooser
 
@@ -37,6 +38,18 @@ def test_stop_tokens_end_an_answer_and_a_least_length_holds_them_off(model):
     assert len(longer.tokens) >= 8 and stop not in longer.tokens[:8]
     with pytest.raises(UserError, match="min_new_tokens must not be more"):
         model.generate([PROMPT], max_new_tokens=4, min_new_tokens=5)
+
+
+def test_a_long_prompts_logits_are_not_held_together(model, monkeypatch):
+    """As many tokens as a prompt may have, times the vocabulary, would be more than a server's memory."""
+    options = {"max_new_tokens": 1, "logprobs": 2, "echo": True}
+    whole, real, seen = model.generate([PROMPT], **options)[0].scores, model.backbone.logits, []
+    monkeypatch.setattr(rows, "_SCORED", 4)
+    monkeypatch.setattr(model.backbone, "logits", lambda hidden: seen.append(len(hidden)) or real(hidden))
+    found = model.generate([PROMPT], **options)[0].scores
+    assert max(seen) == 4 and len(found) > 8
+    assert [one.token for one in found] == [one.token for one in whole]
+    assert [one.logprob for one in found[1:]] == pytest.approx([one.logprob for one in whole[1:]], abs=1e-5)
 
 
 def test_log_probabilities_are_the_models_own(model):
