@@ -10,6 +10,7 @@ import torch
 
 from fedweave.cli import main
 from fedweave.federation.rounds import federate, one_round
+from fedweave.federation.state import broadcast
 from fedweave.methods import METHODS, build_method
 from tests.federations import make_engine, run, with_method
 
@@ -101,6 +102,18 @@ def fedlease_with_two_clusters(config, backbone):
     engine = make_engine(config, backbone)
     method = build_method(config)
     return engine, method, method.prepare(engine)
+
+
+def test_who_is_in_quarantine_moves_no_other_clusters_router(config, backbone):
+    config = with_method(config, "fedlease")
+    engine, method = make_engine(config, backbone), build_method(config)
+    state = method.prepare(engine)
+    updates = [update for _, update in engine.ask(method.train, engine.members, broadcast(state, 0))]
+    engine.detach()
+    (muted, *_) = [update for update in updates if not update.counts[0]]
+    without = method.aggregate(engine, state, [update for update in updates if update is not muted])
+    muted.counts[:] = 0  # as a round does it (RoundReport.listen)
+    assert torch.equal(method.aggregate(engine, state, updates).phi, without.phi)
 
 
 def test_fedlease_trains_only_its_own_cluster(config, backbone):

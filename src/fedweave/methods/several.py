@@ -69,7 +69,8 @@ class FedLEASE(Aligned):
         for update in updates:
             experts.add(update.delta_theta, update.counts, update.samples, update.client)
             assert update.delta_phi is not None
-            routers[int(update.counts.argmax())].add(update.delta_phi, update.samples, update.client)
+            if update.counts.any():  # else its cluster is in quarantine
+                routers[int(update.counts.argmax())].add(update.delta_phi, update.samples, update.client)
         theta = state.theta + experts.step()
         standing.hear(routers)
         phi = torch.stack([old + average.step() for old, average in zip(state.phi, routers, strict=True)])
