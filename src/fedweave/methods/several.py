@@ -155,7 +155,8 @@ class IFCA(SingleAdapter):
 def by_share(router: RouterLayout, taken: torch.Tensor) -> torch.Tensor:
     """φ [Q] that gives every prompt the same weights: those of ``taken`` [M]."""
     phi = torch.zeros(router.size)
-    router.views(phi)["linear2.bias"].copy_((taken / taken.sum()).clamp(min=1e-12).log())
+    shares = taken / taken.sum().clamp(min=1e-12)  # nobody has taken any where all are in quarantine
+    router.views(phi)["linear2.bias"].copy_(shares.clamp(min=1e-12).log())
     return phi
 
 
