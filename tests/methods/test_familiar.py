@@ -1,12 +1,14 @@
 """Which prompts are familiar: learned from sums over clients, and as strict as was asked for."""
 
 import io
+from dataclasses import replace
 
 import pytest
 import torch
 
 from fedweave.config import load_config
 from fedweave.console import Console
+from fedweave.federation.admission import Receipts
 from fedweave.federation.message import Message
 from fedweave.methods import build_method
 from fedweave.methods.familiar import (
@@ -61,6 +63,18 @@ def test_who_has_no_expert_yet_tells_nothing(config, backbone):
     client.assignment = [-1] * len(client.assignment)  # all of it is kept apart
     (answer,) = method.familiar.moments.answer(engine.compute, [client], Message())
     assert answer.figures == {"samples": 0} and not any(part.any() for part in answer.parts.values())
+
+
+def test_a_site_that_tells_of_nothing_does_not_spoil_the_router(config, backbone):
+    """Of two sites the shorter features are the median: the other's are scaled down to these."""
+    engine, method, state = prepared(weave(config, router__familiar=0.9), backbone)
+    largest = sorted(engine.members, key=len)[-2:]
+    engine.members = largest
+    assert len(largest[0]) >= 10
+    largest[0].data = replace(largest[0].data, features=torch.zeros_like(largest[0].data.features))
+    taught = method.familiar.taught(engine, state, Receipts())
+    engine.detach()
+    assert taught.phi.isfinite().all() and not taught.router.axes, "all prompts are familiar"
 
 
 def test_by_default_it_is_on_where_it_works_and_nothing_forbids_it():

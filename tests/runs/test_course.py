@@ -1,5 +1,7 @@
 """A run that notices: back to the best state at half of the rates, and an end where that does not help."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -57,6 +59,16 @@ def test_it_ends_where_halving_has_not_helped(state):
     assert found == [ON, BACK] * HALVINGS + [ON, END]
     assert ended(progress) and progress.state.pace == 0.5**HALVINGS
     assert list(rounds_left(progress, 100)) == []
+
+
+def test_going_back_forgets_nothing_of_the_clients(state):
+    """Else one in quarantine would be asked again, and one that counts nothing be believed."""
+    progress = Progress(state, 1, state, 0, 1.0, 0.0)
+    known = {"norms": {"experts": [1.0]}, "standing": {"a": -1.0}, "doubts": {"a": 2}, "bucket_doubts": {"b": [1]}}
+    progress.state = replace(state, theta=state.theta + 1, **known)
+    follow(progress, BACK, Recorder())
+    assert torch.equal(progress.state.theta, state.theta) and progress.state.pace == 0.5
+    assert {name: getattr(progress.state, name) for name in known} == known
 
 
 def test_without_patience_nothing_happens_and_a_loss_that_is_no_number_is_no_gain(state):

@@ -249,7 +249,10 @@ class AskDistances(Summed[torch.Tensor]):
         return {f"{FIGURE}counts": torch.tensor(answer.figures["counts"], dtype=torch.float64)}
 
     def read_total(self, asked: Asked, totals: dict[str, torch.Tensor], clients: int) -> torch.Tensor:
-        return totals[f"{FIGURE}counts"].round().long()
+        counts = totals[f"{FIGURE}counts"].round().long()
+        if (counts < 0).any():
+            raise Refused("it counts fewer prompts than none")
+        return counts
 
     def read(self, asked: Asked, parts: dict[str, torch.Tensor], figures: Facts) -> torch.Tensor:
         return torch.tensor(figures["counts"])
@@ -300,6 +303,10 @@ class Familiarity:
         seconds[:, row, column] = seconds[:, column, row] = flat
         span = fit((share[:, None] * means).sum(0), (share[:, None, None] * seconds).sum(0), count)
         halves = [fit(means[half], seconds[half], count) for half in (0, 1)]
+        if not all(
+            one.distance > 0 for one in (span, *halves)
+        ):  # nothing moves, or sums of nothing outvoted the rest
+            return router, phi, None
         far = crossed(halves, means, seconds)
         question = Message(spanned(halves), {"mean_far": far})
         counts, heard = torch.zeros(_BINS), Receipts(bytes_up=receipts.bytes_up)

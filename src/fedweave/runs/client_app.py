@@ -22,9 +22,7 @@ def answer(message: FlowerMessage, context: Context) -> FlowerMessage:
     question = from_records(message.content)
     partition = context.node_config.get("partition-id")
     if partition is None:
-        reply = Message(
-            facts={"error": "its SuperNode has no fedweave worker; start it with `fedweave site start`"}
-        )
+        reply = Message.silent("its SuperNode has no fedweave worker; start it with `fedweave site start`")
     else:
         reply = _simulated(question, int(partition))
     return FlowerMessage(to_records(reply), reply_to=message)

@@ -36,6 +36,7 @@ from fedweave.files import write_atomic
 from fedweave.json_files import read_json, write_json
 from fedweave.methods import build_method
 from fedweave.runs.folder import Progress, RunFolder, require_new
+from fedweave.runs.live import followed
 from fedweave.runs.reading import read_events
 from fedweave.runs.run import RunContext, carry_out
 from fedweave.runs.summary import summarise
@@ -82,11 +83,12 @@ def resume(
 
 def _execute(run: RunFolder, config: Config, runtime: Runtime, console: Console) -> Summary:
     hush()
-    tester = load_test(config, console)
-    console.say(f"run folder: {run.path}")
     try:
-        with server_task(runtime, submit(runtime), OUTAGE) as grid:
-            return federate_over(grid, run, config, console, tester)
+        with followed(run.path, config.training.rounds, console):
+            tester = load_test(config, console)
+            console.say(f"run folder: {run.path}")
+            with server_task(runtime, submit(runtime), OUTAGE) as grid:
+                return federate_over(grid, run, config, console, tester)
     except (httpx.HTTPError, RunNotRunningException) as error:
         raise UserError(
             f"the SuperLink at {runtime.address} is gone ({error or type(error).__name__}); start it again, then "

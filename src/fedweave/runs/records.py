@@ -103,7 +103,8 @@ def label_record(workspace: Workspace) -> LabelRecord:
     """What only labels can tell, for discovery.json: every bucket's tasks, and how buckets and experts met them,
     and the kinds, where several tasks are one."""
     clients = workspace.engine.members  # without those whose answers were refused
-    labels = [workspace.client_labels[client.index] for client in clients]
+    everybodys = workspace.client_labels, workspace.client_kinds
+    labels, kinds = ([named[client.index] for client in clients] for named in everybodys)
     record: LabelRecord = {
         "bucket_tasks": {
             c.name: [dict(Counter(truth[i] for i in bucket)) for bucket in c.buckets]
@@ -113,9 +114,8 @@ def label_record(workspace: Workspace) -> LabelRecord:
     found = [c.buckets for c in clients], [c.assignment for c in clients]
     if len(workspace.data.tasks) > 1:
         record["audit"] = alignment_audit(*found, labels)
-    kinds, tasks = (len({x for own in named for x in own}) for named in (workspace.client_kinds, labels))
-    if 1 < kinds < tasks:
-        record["kind_audit"] = alignment_audit(*found, workspace.client_kinds)
+    if 1 < len({x for own in kinds for x in own}) < len({x for own in labels for x in own}):
+        record["kind_audit"] = alignment_audit(*found, kinds)
     return record
 
 

@@ -24,7 +24,7 @@ from fedweave.json_files import write_json
 from fedweave.methods import build_method
 from fedweave.runs.course import BACK, END, ON, agreed, follow, judge, renew, rounds_left, setback, setback_text
 from fedweave.runs.folder import Progress, RunFolder, require_new
-from fedweave.runs.live import LiveProgress
+from fedweave.runs.live import LiveProgress, followed
 from fedweave.runs.loggers import open_loggers, require_loggers
 from fedweave.runs.records import change_record, label_record, prompt_map, round_record, validation_record
 from fedweave.runs.summary import peak_memory, served_models, summarise
@@ -179,11 +179,15 @@ class LocalRun(RunContext):
 
 def _execute(run: RunFolder, prepared: Prepared, console: Console) -> Summary:
     console.spent.clear()
-    console.on_progress = LiveProgress(run.path, prepared.config.training.rounds).phase
-    if prepared.config.engine == "flower":
-        from fedweave.runs.simulated import simulate
+    with followed(run.path, prepared.config.training.rounds, console):
+        if prepared.config.engine == "flower":
+            from fedweave.runs.simulated import simulate
 
-        return simulate(run, prepared, console)
+            return simulate(run, prepared, console)
+        return _in_process(run, prepared, console)
+
+
+def _in_process(run: RunFolder, prepared: Prepared, console: Console) -> Summary:
     started = time.monotonic()
     workspace = prepared.build(console)
     if (processes := world()) is not None:

@@ -45,6 +45,14 @@ def test_a_round_goes_on_without_a_site_and_takes_it_back(fate, line, config, mo
     assert all(report.participants[1].name == "client_1" for report in reports) and method_state.theta.any()
 
 
+def test_whoever_watches_sees_how_many_sites_are_waited_for(config, models):
+    federation, seen = Federation(with_federation(changed(config), patience=0.1), models), []
+    federation.engine.console.on_progress = lambda *told: seen.append(told)
+    with pytest.raises(UserError, match="has waited"):
+        federation.engine.enrol(5)
+    assert seen[-1] == ("sites here", 3, 5)
+
+
 QUESTIONS = ["discover", "warm", "relabel", "moments", "distances"]
 
 

@@ -6,6 +6,10 @@ import pytest
 import yaml
 
 from fedweave.cli import main
+from fedweave.data.own import read_examples
+from fedweave.errors import UserError
+from fedweave.federation.site.settings import SiteConfig
+from fedweave.federation.site.site import OwnFiles
 
 SMALL = ["experts.rank=4", "discovery.max_buckets=3", "discovery.restarts=2", "router.hidden=8",
          "backbone.max_length=128"]  # fmt: skip
@@ -28,6 +32,25 @@ def site(tmp_path, model_folder):
         return path
 
     return make
+
+
+def test_a_file_that_is_written_while_it_is_read_is_read_again(tmp_path, monkeypatch):
+    """Else a file that is replaced row by row would lose its last rows for a round, and get them back as news."""
+    file = tmp_path / "rows.jsonl"
+    rows = [json.dumps({"prompt": f"Say {n}.", "response": str(n)}) for n in range(4)]
+    file.write_text("\n".join(rows[:1]))
+    source = OwnFiles(SiteConfig("clinic", str(file)))
+
+    def slowly(path):
+        found = read_examples(path)
+        file.write_text("\n".join(rows))
+        return found
+
+    monkeypatch.setattr("fedweave.federation.site.site.read_examples", slowly)
+    with pytest.raises(UserError, match="was written while it was read"):
+        source.look(0, 1)
+    monkeypatch.setattr("fedweave.federation.site.site.read_examples", read_examples)
+    assert len(source.look(0, 2)) == 4 and source.look(0, 3) is None
 
 
 @pytest.mark.parametrize("method", ["fedweave", "fedlease", "fedsa-lora"])

@@ -30,7 +30,7 @@ from fedweave.federation.checkpoint import load_checkpoint, save_checkpoint
 from fedweave.federation.client import Client
 from fedweave.federation.engines.in_process import InProcessEngine
 from fedweave.federation.hello import Hello
-from fedweave.federation.message import Message
+from fedweave.federation.message import Message, NoAnswer
 from fedweave.federation.method import Method
 from fedweave.federation.news import News
 from fedweave.federation.private import known_sizes
@@ -39,6 +39,7 @@ from fedweave.federation.site.floors import Declined, check_buckets, check_model
 from fedweave.federation.site.ledger import Ledger, Sums
 from fedweave.federation.site.settings import Floors, SiteConfig, own_files
 from fedweave.federation.steps import Asked
+from fedweave.files import recover_folder
 from fedweave.json_files import Damaged
 from fedweave.settings import read_yaml
 from fedweave.streams import stream_key
@@ -81,6 +82,8 @@ class OwnFiles:
         path = _existing(self.site.data, "data")
         self._seen = _written(path)
         rows = read_examples(path)
+        if _written(path) != self._seen:  # the rows that are still to be written would count as gone
+            raise UserError(f"{self.site.data} was written while it was read.")
         if not rows:
             raise UserError(f"{self.site.data} is empty; add examples.")
         return rows
@@ -202,12 +205,12 @@ class Site:
         be opened is the server's fault, and no reason to stop."""
         try:
             return self.reply(sealed if isinstance(sealed, Message) else sealed())
-        except Declined as error:
+        except (Declined, NoAnswer) as error:
             self.console.warn(str(error))
-            return Message(facts={"error": str(error)})
+            return Message.silent(str(error))
         except Exception as error:  # what went wrong here may quote a row or a path: it stays here
             self.console.warn(str(error) if isinstance(error, UserError) else traceback.format_exc())
-            return Message(facts={"error": f"{type(error).__name__}; the site's own log says more"})
+            return Message.silent(f"{type(error).__name__}; the site's own log says more")
 
     def reply(self, question: Message) -> Message:
         return self.hello(question) if question.facts["step"] == Hello.name else self._answer(question)
@@ -256,7 +259,7 @@ class Site:
         ((_, message),) = engine.answers(step, asked, question)
         check_buckets(floors, session.client.sizes)
         self._remember(session)
-        return message
+        return message.spoken()
 
     # ---------------------------------------------------------------------------------- what the site holds
 
@@ -296,6 +299,8 @@ class Site:
         client = Client(index, feed.here, held=feed.held, feed=feed, least=self.source.floors.least)
         if saved is not None:
             feed.restore(client, saved)
+        if folder is not None:
+            recover_folder(folder / _MEMORY)
         if folder is not None and (folder / _MEMORY).is_dir():
             try:
                 tensors, meta = load_checkpoint(folder / _MEMORY, Remembered)
