@@ -1,5 +1,6 @@
 """A run that notices: back to the best state at half of the rates, and an end where that does not help."""
 
+import math
 from dataclasses import replace
 
 import pytest
@@ -10,6 +11,7 @@ from fedweave.federation.rounds import federate
 from fedweave.methods import build_method
 from fedweave.runs.course import BACK, BETTER, END, HALVINGS, ON, ended, follow, judge, rounds_left
 from fedweave.runs.folder import Progress, RunFolder
+from fedweave.runs.run import RunContext
 from fedweave.training.lockstep import LaneGroup
 from tests.federations import changed, make_engine
 from tests.helpers import events, read_json
@@ -28,6 +30,12 @@ class Recorder:
 
     def go_back(self, private):
         self.went_back += 1
+
+
+def test_any_loss_is_better_than_one_that_is_no_number():
+    for before, loss, expected in ((math.nan, 9.0, True), (math.nan, math.nan, False), (1.0, math.nan, False)):
+        progress = Progress(None, 1, None, 0, before, 0.0)
+        assert RunContext.better(None, {"loss": loss}, progress) is expected
 
 
 def verdicts(losses, patience, state, first=10.0):

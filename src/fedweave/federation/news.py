@@ -73,13 +73,14 @@ class Change:
     down: dict[str, int] = field(default_factory=dict)
 
     def __bool__(self) -> bool:
-        """Whether there are other rows or other experts than before."""
-        return bool(self.came or self.went or self.placed or self.merged or self.retired or self.closed)
+        """Whether there are other rows or other experts than before, or a router that is nobody's any more."""
+        other = self.came or self.went or self.placed or self.merged or self.retired or self.closed
+        return bool(other) or self.restarted
 
     @property
     def told(self) -> bool:
         """Whether there is anything that people are told of."""
-        return bool(self) or bool(self.unfed or self.fed_again) or self.restarted
+        return bool(self) or bool(self.unfed or self.fed_again)
 
     def opened_by(self, m: int) -> str:
         """The only client that an expert opened for; empty where there are several."""

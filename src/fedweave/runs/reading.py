@@ -97,7 +97,7 @@ class RunRecord:
     @property
     def comparable(self) -> list[ValidationEvent]:
         """Validations since the data last changed: losses before that are of experts for other data."""
-        other = ("came", "went", "placed", "merged", "retired", "closed")  # as Change.__bool__
+        other = ("came", "went", "placed", "merged", "retired", "closed", "restarted")  # as Change.__bool__
         since = max((event["round"] for event in self.changes if any(event.get(key) for key in other)), default=0)
         return [event for event in self.validations if event["round"] >= since]
 

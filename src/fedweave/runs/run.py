@@ -1,5 +1,6 @@
 """A whole run: prepare, discover, federate, test. Interrupted anywhere, it goes on where it stopped."""
 
+import math
 import time
 from abc import ABC, abstractmethod
 from pathlib import Path
@@ -121,7 +122,8 @@ class RunContext(ABC):
 
     def better(self, measured: ValidationEvent, progress: Progress) -> bool:
         """Whether this is the best round so far."""
-        return measured["loss"] < progress.best_loss
+        loss, best = measured["loss"], progress.best_loss
+        return loss < best or (math.isnan(best) and not math.isnan(loss))
 
     def labels(self) -> LabelRecord:
         """What discovery.json adds where somebody has true labels."""
