@@ -269,6 +269,9 @@ def routing(group: Group) -> Picture | None:
     figure, ax = canvas(width=max(4.2, min(8.0, 1.4 + 0.62 * run.experts)), height=0.7 + 0.42 * len(names))
     shaded_table(ax, values, names, [f"E{m}" for m in range(run.experts)], "{:.2f}")
     title = f"Routing of {group.label}"
-    caption = f"Mean router weight on the test set, rows sum to 1 (the paper's Figure 2). Seed {run.seed}."
+    rest = (
+        "; what a row lacks of 1 is the share of prompts that get no expert" if values.sum(1).min() < 0.995 else ""
+    )
+    caption = f"Mean router weight on the test set (the paper's Figure 2){rest}. Seed {run.seed}."
     slug = "".join(c if c.isalnum() else "-" for c in group.label.lower().replace("α", "alpha"))
     return Picture(f"routing-{slug}", title, caption, figure)
