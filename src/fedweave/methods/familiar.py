@@ -262,13 +262,23 @@ class Familiarity:
         self.config, self.moments, self.distances = config, AskMoments(config), AskDistances()
 
     def taught(
-        self, engine: Engine, state: ServerState, receipts: Receipts, before: torch.Tensor | None = None
+        self,
+        engine: Engine,
+        state: ServerState,
+        receipts: Receipts,
+        gone: bool = False,
+        forgets: bool = False,
     ) -> ServerState:
-        """A state that knows what is familiar to the clients as they are now, and what was so ``before``."""
-        state = state.forgetting()
-        if state.router is None or state.phi is None:
+        """A state that knows what is familiar to the clients as they are now, and what was so before to those whose
+        rows are ``gone``, or who do not answer; to nobody of these where it ``forgets``. Where nobody tells
+        anything what was familiar stays so."""
+        plain = state.forgetting()
+        if plain.router is None or plain.phi is None:
+            return plain
+        before = None if forgets else state.known
+        router, phi, known = self.learn(engine, plain.router, plain.phi[0], receipts, before, gone)
+        if not router.axes:
             return state
-        router, phi, known = self.learn(engine, state.router, state.phi[0], receipts, before)
         return replace(state, router=router, phi=phi[None], known=state.known if known is None else known)
 
     def learn(
@@ -278,9 +288,11 @@ class Familiarity:
         phi: torch.Tensor,
         receipts: Receipts,
         before: torch.Tensor | None = None,
+        gone: bool = False,
     ) -> tuple[RouterLayout, torch.Tensor, torch.Tensor | None]:
-        """(router, φ [Q]) that know familiar prompts, those ``before`` among them; as they came where there are too
-        few prompts to tell. And what is to be remembered of them, where data may change."""
+        """(router, φ [Q]) that know familiar prompts, those ``before`` among them where rows are gone or a client
+        says nothing; as they came where there are too few prompts to tell. And what is to be remembered of them,
+        where data may change."""
         heard = Receipts(bytes_up=receipts.bytes_up)
         members = [member for member in engine.members if member.takes_part]
         part = believed({member.index: len(member) for member in members}, self.config)
@@ -288,7 +300,8 @@ class Familiarity:
         told = ((part.get(member.index, 1.0), moments) for member, moments in replies)
         if (total := together(told)) is None:
             return router, phi, None
-        total = total if before is None else with_remembered(total, before)
+        if before is not None and (gone or len(heard.accepted) < len(members)):
+            total = with_remembered(total, before)
         rows, sums, products = total
         count = min(_AXES, router.width // 4, int(rows.min()) // _ROWS)
         if count < 1:

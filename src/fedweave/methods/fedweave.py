@@ -96,7 +96,7 @@ class FedWeave(Aligned):
                     f"before round {change.t + 1}: prompts of rows that are gone or away count as strange from now "
                     "on: nobody can tell them from the new kind"
                 )
-            state = self.familiar.taught(engine, state, heard, state.known if gone and not change.opened else None)
+            state = self.familiar.taught(engine, state, heard, gone, forgets=gone and bool(change.opened))
             assert state.router is not None
             change.heard(heard, Message({"spans": torch.empty(2, state.router.axes + 2, state.router.width)}))
             gone = gone and not change.opened
