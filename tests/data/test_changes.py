@@ -93,7 +93,10 @@ def test_a_mistake_is_one_sentence(change, reason):
         ),
         (["3: all lose sum", "5: client_1 loses sum"], "no client of these has rows of sum then"),
         (["3: client_0 gains sum", "2: all lose sum"], "no client of these has rows of sum then"),
-        ([f"1: client_3 loses {kind}" for kind in ("edit", "mood", "choice")], "'client_3' without rows .*'1: client_3 loses mood'"),
+        (
+            [f"1: client_3 loses {kind}" for kind in ("edit", "mood", "choice")],
+            "'client_3' without rows .*'1: client_3 loses mood'",
+        ),
         ([f"2: client_0 gains {kind}" for kind in ("edit", "sum", "mood", "choice")], "leave 0 rows for 4 clients"),
     ],
 )

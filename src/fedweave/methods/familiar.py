@@ -38,6 +38,7 @@ _AXES = 128  # most directions; a quarter of the width where that is less
 _ROWS = 5  # prompts of each half that a direction needs, and that a client must have to tell of them
 _BINS = 1000  # of distances, in hundredths of the mean one: a coarser limit is a higher one
 _WIDTH = 0.01
+_LEAST_SQUARE, _MOST_SQUARE = 1e-9, 1e9  # of a channel, on average: any model's is far inside
 _LONGEST = 4.0  # times the median: mean square features of a site that are believed
 _FARTHEST = 2.0  # times the median: how far out a stranger's prompts lie that is believed
 _WAITING = 32  # sites whose moments are held at a time, until it is known how long features are
@@ -105,17 +106,25 @@ class AskMoments(Summed[Moments]):
 
 
 def possible(told: Moments) -> Moments:
-    """Sums and products that features can have (Cauchy-Schwarz), or :class:`Refused`: one that they cannot would
-    outweigh all others."""
-    row, column = torch.triu_indices(told.sums.shape[1], told.sums.shape[1])
-    squares = told.products[:, row == column]  # [2, d]
-    roots = squares.clamp(min=0.0).sqrt()
-    slack = 1e-6 * squares.abs().max() + 1e-5  # rounding, that of masked sums as well
-    most = slack + roots[:, row] * roots[:, column]
-    if not torch.isfinite(squares.sum()) or (squares < -slack).any() or (told.products.abs() > most).any():
-        raise Refused("its products are of no features")
-    if (told.sums.square() > (told.rows[:, None] + 1e-6) * (squares + slack)).any():
-        raise Refused("its sums are of no features")
+    """Sums and products that features can have, or :class:`Refused`: what they cannot would outweigh all others, or
+    leave nothing familiar to anybody. With a 1 beside every feature they are one matrix of inner products, which
+    no direction makes negative."""
+    width = told.sums.shape[1]
+    row, column = torch.triu_indices(width, width)
+    for rows, sums, products in zip(*told, strict=True):
+        squares = products[row == column]
+        mean = float(squares.mean() / rows.clamp(min=1))
+        nothing = not rows and not sums.any() and not products.any()
+        if not nothing and not _LEAST_SQUARE < mean < _MOST_SQUARE:
+            raise Refused(f"its features have a mean square of {mean:.3g}")
+        slack = 2 * width**0.5 * (1e-6 * squares.max() + 1e-5)  # rounding, that of masked sums as well
+        whole = products.new_zeros(width + 1, width + 1)
+        whole[row, column] = whole[column, row] = products
+        whole[width, :width] = whole[:width, width] = sums
+        whole[width, width] = rows
+        whole.diagonal().add_(slack)
+        if torch.linalg.cholesky_ex(whole).info:
+            raise Refused("its sums and products are of no features")
     return told
 
 
@@ -327,5 +336,7 @@ class Familiarity:
             reached = min(reached, _FARTHEST * median_low(own))
         limit = reached * span.distance * farther(halves, far)
         limit *= self.config.router.doubt
+        if not math.isfinite(limit):  # all prompts are one and the same
+            return router, phi, None
         known = remembered(total) if self.config.lives else None
         return (*router.knowing(phi, span.mean, span.scale, span.axes, limit), known)
