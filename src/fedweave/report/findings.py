@@ -149,7 +149,7 @@ def faint_alignment(run: RunRecord) -> str | None:
 @finding("warning", "Only one expert")
 def one_expert(run: RunRecord) -> str | None:
     """FedWeave without specialisation."""
-    if run.method != "fedweave" or run.discovery is None or run.experts > 1:
+    if run.method != "fedweave" or run.discovery is None or max(run.experts, run.aligned) > 1:
         return None
     reason = run.discovery.get("alignment_note") or "alignment found no groups"
     return f"{reason}. With one expert FedWeave is plain federated averaging of one adapter."
