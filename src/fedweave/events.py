@@ -65,7 +65,9 @@ class PlacedBucket(TypedDict):
     usual: float
     doubt: float
     strange: float
-    waits: NotRequired[str]  # with which settings an expert would open for it, where it is kept apart
+    waits: NotRequired[
+        str
+    ]  # with which settings an expert would open for it, where it is kept apart and rows enough
 
 
 class ChangeEvent(TypedDict):

@@ -167,6 +167,13 @@ def _hint(name: str, prefix: str, siblings: list[str], root: type) -> str:
     return f"valid: {', '.join(prefix + s for s in siblings)}."
 
 
+def _unquoted(items: object) -> str:
+    """What to do where YAML has read a text with a colon as a key and its value."""
+    pairs = [item for item in (items if isinstance(items, list) else [items]) if isinstance(item, dict)]
+    texts = [f"{key}: {value}" for pair in pairs for key, value in pair.items()]
+    return f"; a text with a colon needs quotes: {texts[0]!r}" if texts else ""
+
+
 def _convert(value: object, hint: object, key: str, limits: Limits) -> object:
     """Coerce one value to its declared type, or say in one sentence why not."""
     origin, args = typing.get_origin(hint), typing.get_args(hint)
@@ -197,7 +204,9 @@ def _convert(value: object, hint: object, key: str, limits: Limits) -> object:
             or len(items) < fewest
             or not all(isinstance(v, int if args[0] is int else str) for v in items)
         ):
-            raise UserError(f"{key} must be a list of names or texts, as in [one, two], not {value!r}.")
+            raise UserError(
+                f"{key} must be a list of names or texts, as in [one, two], not {value!r}{_unquoted(items)}."
+            )
         return tuple(_convert(item, args[0], key, {}) for item in items)
     if hint is bool:
         if not isinstance(value, bool):

@@ -52,7 +52,8 @@ def alignment_audit(
 
 
 def routing_table(weights: torch.Tensor, labels: Sequence[str]) -> dict[str, list[float]]:
-    """Mean router weight of every expert for every task: weights [n, M] to {task: [M]} with rows that sum to 1."""
+    """Mean router weight of every expert for every task: weights [n, M] to {task: [M]}. A row sums up to
+    the share of the task's prompts that are familiar: a strange one has no weight."""
     tasks = list(dict.fromkeys(labels))
     rows = np.asarray(labels)
     return {t: weights[torch.from_numpy(rows == t)].mean(0).tolist() for t in tasks}

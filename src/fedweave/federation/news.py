@@ -50,7 +50,7 @@ class Placed:
     usual: float  # loss of the client's other rows under theirs
     doubt: float  # of the router: 1 - its largest weight
     strange: float  # share of its prompts that are like none before
-    waits: str = ""  # with which settings an expert would open for it, where it is kept apart
+    waits: str = ""  # with which settings an expert would open for it, where it is kept apart and rows enough
 
 
 @dataclass
@@ -119,12 +119,10 @@ class News(Step[Told]):
             if came or went:
                 compute.adapters = None  # they are known by their buckets' numbers
             client.let_go()
-            if len(client.waiting):
+            if len(client.waiting) and (came or went):  # of one version of its rows a client has one set of buckets
                 self.method.group(compute, client)
-            filled = [c for c, bucket in enumerate(client.buckets) if len(bucket)]
-            filled = filled or [0]  # an empty one says: nothing
-            client.buckets = [client.buckets[c] for c in filled]
-            client.assignment = [client.assignment[c] for c in filled]
+            empty = [c for c, bucket in enumerate(client.buckets) if not len(bucket)]
+            client.drop(empty if len(empty) < len(client.buckets) else empty[1:])  # an empty one says: nothing
             yield Answer(figures={
                 "sizes": client.sizes, "experts": client.assignment, "came": came, "went": went,
                 "version": client.version,

@@ -104,13 +104,16 @@ class Living:
 
     def pending(self, members: Sequence[Member], state: ServerState, held: Mapping[str, int]) -> list[Member]:
         """Whose buckets without an expert are to be signed. The operator is asked once about each. What a client
-        may not open an expert for alone is looked at again, all of it, when buckets come that may be of its kind,
-        and when it may open another."""
-        asking, waiting = self.config.living.notice == "ask", [member for member in members if apart(member)]
-        known = state.report.get("asked" if asking else "waiting", {})
-        unknown = [member for member in waiting if known.get(member.name) != sizes_apart(member)]
-        may_open = any(held.get(member.name, 0) < self.config.living.alone for member in waiting)
-        return unknown if asking else waiting if unknown or may_open else []
+        may not open an expert for alone, or has too few rows for, is looked at again, all of it, when buckets come
+        that may be of its kind, and when it may open another."""
+        settings, waiting = self.config.living, [member for member in members if apart(member)]
+        known = state.report.get("asked" if settings.notice == "ask" else "waiting", {})
+        unknown = {member.name for member in waiting if known.get(member.name) != sizes_apart(member)}
+        many = {member.name for member in waiting if sum(sizes_apart(member)) >= settings.least}
+        if settings.notice == "ask":
+            return [member for member in waiting if member.name not in many - unknown] if unknown else []
+        may_open = any(held.get(name, 0) < settings.alone for name in many)
+        return waiting if unknown or may_open else []
 
     def starts(self, engine: Engine, state: ServerState, change: Change) -> list[torch.Tensor]:
         """What new experts start from, [P of one] each: the mean of their buckets' warmup adapters, B = 0, or

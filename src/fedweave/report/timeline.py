@@ -87,7 +87,8 @@ def happened(event: ChangeEvent) -> list[str]:
             apart.setdefault(bucket.get("waits", "living.notice=open"), []).append(bucket)
     for key, own in apart.items():
         rows, clients = sum(bucket["rows"] for bucket in own), _names({bucket["client"]: 0 for bucket in own})
-        said.append(f"{rows} rows of {clients} fit no expert and are kept apart; resume with {key} to open one")
+        what = f"resume with {key} to open one" if key else "too few to open one until more of their kind come"
+        said.append(f"{rows} rows of {clients} fit no expert and are kept apart; {what}")
     if event["merged"]:
         said.append(f"experts {' and '.join(map(str, event['merged']))} became one")
     said += [f"expert {m} was retired: nobody fed it" for m in event["retired"]]
