@@ -122,6 +122,7 @@ def test_a_row_that_fits_no_format_is_one_sentence(row, fields, complaint):
     [
         (["promt=question"], "did you mean 'prompt'?"),
         (["prompt"], "'prompt' names no column"),
+        (["question", "answer"], "'question' does not say what it holds"),
         (["prompt="], "names no column"),
         (["messages=a", "prompt=b"], "either messages or prompt"),
     ],

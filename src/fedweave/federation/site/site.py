@@ -23,6 +23,7 @@ from fedweave.console import Console
 from fedweave.data import load_data
 from fedweave.data.examples import Example
 from fedweave.data.own import hold_out, read_examples
+from fedweave.data.rows import read_fields
 from fedweave.errors import UserError
 from fedweave.federation import masks
 from fedweave.federation.admission import Sealed
@@ -67,7 +68,7 @@ class OwnFiles:
         """Training and validation rows of client ``index``."""
         rows = self._read()
         if self.site.validation:
-            return rows, read_examples(_existing(self.site.validation, "validation"))
+            return rows, self._rows_of(self.site.validation, "validation")
         return self.split(config, index, rows)
 
     def everything(self) -> list[Example]:
@@ -78,11 +79,13 @@ class OwnFiles:
         return None if self._seen == _written(_existing(self.site.data, "data")) else self._read()
 
     def _read(self) -> list[Example]:
-        path = _existing(self.site.data, "data")
-        self._seen = _written(path)
-        rows = read_examples(path)
+        self._seen = _written(_existing(self.site.data, "data"))
+        return self._rows_of(self.site.data, "data")
+
+    def _rows_of(self, name: str, key: str) -> list[Example]:
+        rows = read_examples(_existing(name, key), read_fields(self.site.fields))
         if not rows:
-            raise UserError(f"{self.site.data} is empty; add examples.")
+            raise UserError(f"{key}: {name} is empty; add examples.")
         return rows
 
     def split(self, config: Config, index: int, rows: list[Example], version: int = 0) -> Split:
