@@ -277,3 +277,9 @@ def test_packaged_recipe_begins_with_its_own_command_and_loads_so(name):
     load_config(name)
     load_config(name, first.split()[4:])
     assert re.fullmatch(r"# \S.*\.", second)  # what `fedweave list recipes` shows
+
+
+def test_fixed_words_are_parted_by_commas_too():
+    assert from_tree({"loggers": "wandb, tensorboard"}).loggers == ("wandb", "tensorboard")
+    with pytest.raises(UserError, match="did you mean 'wandb'"):
+        from_tree({"loggers": "wand,tensorboard"})

@@ -190,6 +190,14 @@ def test_a_wrong_table_names_the_line(tmp_path, text, complaint):
         read_examples(tmp_path / "a.csv")
 
 
+def test_a_workbook_is_told_from_broken_text(tmp_path):
+    (tmp_path / "a.xlsx").write_bytes(b"PK\x03\x04\n\n")
+    with pytest.raises(
+        UserError, match=r"a\.xlsx is a workbook or an archive, not text; save its rows as JSONL or CSV"
+    ):
+        read_examples(tmp_path / "a.xlsx")
+
+
 def test_after_a_wrong_line_the_reader_can_go_on(tmp_path):
     (tmp_path / "a.csv").write_text('prompt,response\nx,y,z\n"a"b,c\nx,y\n')
     (tmp_path / "a.jsonl").write_text('{oops}\n[1]\n{"prompt": "x", "response": "y"}\n')
