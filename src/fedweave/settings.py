@@ -197,7 +197,10 @@ def _convert(value: object, hint: object, key: str, limits: Limits) -> object:
     if origin is tuple:
         if limits.get("pairs"):
             value = _pairs(value)
-        items = [value] if isinstance(value, str) else value
+        words = typing.get_origin(args[0]) is Literal  # no comma is part of one
+        items = (
+            value.split(",") if isinstance(value, str) and words else [value] if isinstance(value, str) else value
+        )
         fewest = limits.get("low") or 0
         if (
             not isinstance(items, list | tuple)
@@ -207,7 +210,7 @@ def _convert(value: object, hint: object, key: str, limits: Limits) -> object:
             raise UserError(
                 f"{key} must be a list of names or texts, as in [one, two], not {value!r}{_unquoted(items)}."
             )
-        return tuple(_convert(item, args[0], key, {}) for item in items)
+        return tuple(_convert(item.strip() if words else item, args[0], key, {}) for item in items)
     if hint is bool:
         if not isinstance(value, bool):
             raise UserError(f"{key} must be true or false, not {value!r}.")

@@ -531,3 +531,11 @@ def test_a_setting_that_no_name_tells_gets_a_run_of_its_own(tmp_path, quick):
     (tmp_path / "cells" / "method-fedit" / "summary.json").unlink()  # interrupted: resumed where it lies
     assert found("training.lr=0.001") == [("method-fedit", 0.001), ("method-local-only", 0.001)]
     assert len(list((tmp_path / "cells").glob("method-fedit*/config.yaml"))) == 2
+
+
+def test_a_grid_of_which_nothing_can_run_says_why_in_its_one_sentence(tmp_path, complains):
+    grid = ["quickstart", "method=fedit,fedweave", "data.source=jsonl", f"data.path={tmp_path / 'gone'}", "--quiet"]
+    said = complains("compare", *grid, "--output", tmp_path / "grid")
+    assert "no cell of the comparison finished: method=fedit: data.path=" in said and "no such file" in said
+    (tmp_path / "file").write_text("")
+    assert f"--output {tmp_path / 'file'} is a file" in complains("compare", *grid, "--output", tmp_path / "file")

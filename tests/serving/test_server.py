@@ -26,6 +26,14 @@ def test_models(server, twin):
     assert server.client().models.retrieve("expert_0").id == "expert_0"
 
 
+def test_nobody_is_told_where_the_backbone_lies(server, twin):
+    folder = twin.backbone.name
+    assert folder.startswith("/")
+    for page in ("health", "v1/models"):
+        told = httpx.get(f"{server.url}/{page}").text
+        assert folder not in told and folder.rsplit("/", 1)[1] in told
+
+
 def test_a_chat_answer_is_the_models_own(server, twin):
     for prompt in PROMPTS:
         expected = twin.generate([prompt], max_new_tokens=12)[0]

@@ -104,7 +104,11 @@ def test_check_rehearses_a_kind_that_nobody_knows(site, capsys, notice, buckets)
     [
         ({"name": ""}, "name must be letters, digits"),
         ({"data": "nothing.jsonl"}, "there is no file"),
-        ({"dta": "x"}, "did you mean"),
+        ({"dta": "x"}, "unknown key of a site's file 'dta': did you mean 'data'?"),
+        ({"fields": {"prompt": "question"}}, "no 'question', which data.fields names for prompt"),
+        ({"superlink": {"root_certificates": "ca.crt", "private_key": "site.key"}}, "root_certificates="),
+        ({"superlink": {"root_certificates": "data.jsonl", "private_key": "data.jsonl"}}, "holds no certificate"),
+        ({"superlink": {"insecure": True, "address": "server.example.org"}}, "must be a host and a port"),
         ({"superlink": {}}, "needs root_certificates and private_key"),
         ({"backbone": {"model": "nowhere/nothing", "device": "cpu"}}, "nowhere/nothing"),
         ({"backbone": {"device": "cuda:77"}}, "backbone.device"),
@@ -114,6 +118,24 @@ def test_a_broken_site_is_one_sentence(site, capsys, changes, sentence):
     assert main(["site", "check", str(site(**changes)), "quickstart", *SMALL, "--quiet"]) == 2
     said = capsys.readouterr().err
     assert sentence in said and len(said.strip().splitlines()) == 1
+
+
+def test_a_site_names_its_own_columns(site, tmp_path, capsys):
+    """Sites of one federation have tables of different shapes."""
+    rows = [f"Add {i} and {i}.,{2 * i},ward {i % 3}" for i in range(20)]
+    (tmp_path / "rows.csv").write_text("\n".join(["question,answer,ward", *rows]))
+    path = site(data="rows.csv", fields={"prompt": "question", "response": "answer"})
+    assert main(["site", "check", str(path), "quickstart", *SMALL, "--quiet"]) == 0
+    assert "18 rows to train on, 2 to validate on" in capsys.readouterr().out
+
+
+def test_a_site_that_cannot_read_its_rows_joins_nobody(site, monkeypatch, capsys):
+    pytest.importorskip("flwr")
+    from fedweave.federation.engines.flower.launch import SuperNode
+
+    monkeypatch.setattr(SuperNode, "start", lambda node: pytest.fail("it has joined"))
+    assert main(["site", "start", str(site(data="nothing.jsonl"))]) == 2
+    assert "there is no file" in capsys.readouterr().err
 
 
 def test_a_malformed_row_is_named(site, tmp_path, capsys):

@@ -23,6 +23,7 @@ from fedweave.console import Console
 from fedweave.data import load_data
 from fedweave.data.examples import Example
 from fedweave.data.own import hold_out, read_examples
+from fedweave.data.rows import read_fields
 from fedweave.errors import UserError
 from fedweave.federation import masks
 from fedweave.federation.admission import Sealed
@@ -68,7 +69,7 @@ class OwnFiles:
         """Training and validation rows of client ``index``."""
         rows = self._read()
         if self.site.validation:
-            return rows, read_examples(_existing(self.site.validation, "validation"))
+            return rows, self._rows_of(self.site.validation, "validation")
         return self.split(config, index, rows)
 
     def everything(self) -> list[Example]:
@@ -81,11 +82,15 @@ class OwnFiles:
     def _read(self) -> list[Example]:
         path = _existing(self.site.data, "data")
         self._seen = _written(path)
-        rows = read_examples(path)
+        rows = self._rows_of(self.site.data, "data")
         if _written(path) != self._seen:  # the rows that are still to be written would count as gone
             raise UserError(f"{self.site.data} was written while it was read.")
+        return rows
+
+    def _rows_of(self, name: str, key: str) -> list[Example]:
+        rows = read_examples(_existing(name, key), read_fields(self.site.fields))
         if not rows:
-            raise UserError(f"{self.site.data} is empty; add examples.")
+            raise UserError(f"{key}: {name} is empty; add examples.")
         return rows
 
     def split(self, config: Config, index: int, rows: list[Example], version: int = 0) -> Split:

@@ -5,7 +5,7 @@ import signal
 
 from flwr.app import Message as FlowerMessage
 
-from fedweave.config import BackboneConfig
+from fedweave.config import BackboneConfig, Config
 from fedweave.console import Console
 from fedweave.federation.engines.flower.launch import SuperNode
 from fedweave.federation.engines.flower.switches import hush
@@ -20,6 +20,7 @@ def work(site: SiteConfig, build_method: BuildMethod, console: Console, own_supe
     whenever it ends; without, somebody else runs one with the same port and secret."""
     hush()
     source = OwnFiles(site)
+    source.rows(Config(), 0)  # rows that cannot be read show here, before a federation waits for them
     node = SuperNode(site, console)
     models = Models()
     answering = Site(source, models, build_method, console)
