@@ -9,7 +9,8 @@ from flwr.clientapp import ClientApp
 from fedweave.console import Console
 from fedweave.federation.engines.flower.transport import from_records, to_records
 from fedweave.federation.message import Message
-from fedweave.federation.site.site import Models, Share, Site, read_config
+from fedweave.federation.site.site import Models, Site, read_config
+from fedweave.federation.site.source import Share
 from fedweave.methods import build_method
 
 app = ClientApp()

@@ -18,7 +18,8 @@ from fedweave.federation.engines.flower.transport import ARRAYS, NUMBERS, TEXTS
 from fedweave.federation.message import Message
 from fedweave.federation.rounds import federate
 from fedweave.federation.site.settings import Floors, SiteConfig
-from fedweave.federation.site.site import OwnFiles, Site
+from fedweave.federation.site.site import Site
+from fedweave.federation.site.source import OwnFiles
 from fedweave.methods import build_method
 from fedweave.runs.workspace import prepare
 from tests.federation.flower.conftest import Federation, carried

@@ -11,7 +11,8 @@ from fedweave.console import Console
 from fedweave.data import load_data
 from fedweave.errors import UserError
 from fedweave.federation.hello import Anatomy
-from fedweave.federation.site.site import Share, Site
+from fedweave.federation.site.site import Site
+from fedweave.federation.site.source import Share
 from fedweave.methods import build_method
 from fedweave.settings import to_tree
 from tests.federation.flower.conftest import Federation

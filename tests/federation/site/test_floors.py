@@ -13,7 +13,8 @@ from fedweave.federation.message import Message
 from fedweave.federation.site.floors import Declined, check_buckets, check_question
 from fedweave.federation.site.ledger import Ledger, Sums, largest_part
 from fedweave.federation.site.settings import Floors, SiteConfig
-from fedweave.federation.site.site import Models, OwnFiles, Site
+from fedweave.federation.site.site import Models, Site
+from fedweave.federation.site.source import OwnFiles
 from fedweave.federation.state import ServerState, broadcast, router_facts
 from fedweave.methods import build_method
 from fedweave.router.mlp import RouterLayout

@@ -9,7 +9,7 @@ from fedweave.cli import main
 from fedweave.data.own import read_examples
 from fedweave.errors import UserError
 from fedweave.federation.site.settings import SiteConfig
-from fedweave.federation.site.site import OwnFiles
+from fedweave.federation.site.source import OwnFiles
 
 SMALL = ["experts.rank=4", "discovery.max_buckets=3", "discovery.restarts=2", "router.hidden=8",
          "backbone.max_length=128"]  # fmt: skip

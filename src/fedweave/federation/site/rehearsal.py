@@ -18,7 +18,8 @@ from fedweave.federation.hello import Hello
 from fedweave.federation.message import Message
 from fedweave.federation.rounds import one_round
 from fedweave.federation.site.settings import SiteConfig
-from fedweave.federation.site.site import BuildMethod, Models, OwnFiles, Site
+from fedweave.federation.site.site import BuildMethod, Models, Site
+from fedweave.federation.site.source import OwnFiles
 from fedweave.federation.state import broadcast
 from fedweave.federation.steps import Asked, Reply
 

@@ -12,7 +12,8 @@ from fedweave.federation.engines.flower.switches import hush
 from fedweave.federation.engines.flower.tasks import answer_messages
 from fedweave.federation.engines.flower.transport import from_records, to_records
 from fedweave.federation.site.settings import SiteConfig
-from fedweave.federation.site.site import BuildMethod, Models, OwnFiles, Site
+from fedweave.federation.site.site import BuildMethod, Models, Site
+from fedweave.federation.site.source import OwnFiles
 
 
 def work(site: SiteConfig, build_method: BuildMethod, console: Console, own_supernode: bool) -> None:
