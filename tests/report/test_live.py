@@ -81,14 +81,14 @@ def test_a_federation_goes_on_before_any_site_is_there(config, says, tmp_path, m
     """Its server may load a model and wait for hours before there is anything else to see."""
     run, console = RunFolder.create(tmp_path / "run", config, {"source": "sample", "seed": 1}), Console(quiet=True)
 
-    def look(config, console):
+    def look(runtime):
         console.on_progress("sites here", 1, 2)
         raise UserError(says("watch", run.path, "--once"))
 
     monkeypatch.setattr("fedweave.runs.live._PAUSE", 0.0)
-    monkeypatch.setattr(federated, "load_test", look)
+    monkeypatch.setattr(federated, "submit", look)
     with pytest.raises(UserError, match=r"(?s)· running .*now: sites here, 1 of 2"):
-        federated._execute(run, config, Runtime("here"), console)
+        federated._execute(run, config, Runtime("here"), console, None)
     console.on_progress("of another run", 0, 1)
     shown = says("watch", run.path)
     assert "· stopped" in shown and "another run" not in shown, "this process is alive, and no longer at it"

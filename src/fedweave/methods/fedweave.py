@@ -76,8 +76,7 @@ class FedWeave(Aligned):
 
     def group(self, compute: Compute, client: Client) -> None:
         """New rows form buckets of their own, without an expert, once there are enough of them, together with those
-        that were like no expert before, and too few to open one. One bucket at least has that many rows, and all
-        have where clusters are smaller: a signature of a few rows tells little."""
+        that were like no expert before, and too few to open one."""
         least = self.config.living.least
         if not self.lives:
             return super().group(compute, client)
@@ -88,10 +87,7 @@ class FedWeave(Aligned):
         client.drop(few)
         if len(client.buckets) > self.config.discovery.max_buckets:
             client.join_buckets()
-        new = client.data.part(rows)
-        (found,) = self.grouped(compute, [Client(client.index, new, least=client.least)])
-        if max(map(len, found.members)) < least:
-            found = found.joined(least, new.features.numpy())
+        (found,) = self.grouped(compute, [Client(client.index, client.data.part(rows), least=client.least)])
         client.buckets = [*client.buckets, *(rows[bucket] for bucket in found.members)]
         client.assignment = [*client.assignment, *[-1] * len(found.members)]
         client.waiting = client.waiting[:0]

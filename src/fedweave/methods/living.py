@@ -8,11 +8,12 @@ where the config says so. Each is θ, φ and the kept signatures in another size
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
+import numpy as np
 import torch
 
 from fedweave.aggregation.robust import Standing
 from fedweave.alignment.align import expert_distances
-from fedweave.alignment.novelty import alike, novel, novelty_limit
+from fedweave.alignment.novelty import MOSTLY, alike, novel, novelty_limit
 from fedweave.config import Config
 from fedweave.federation.admission import Receipts
 from fedweave.federation.client import Member, examples_of
@@ -76,9 +77,10 @@ class Living:
         distances = expert_distances(blocks, kept_means(state))  # [n, M]
         own = state.report["own_distances"]
         change.limit = novelty_limit(own, self.config.living.alarms, state.report["halfway"])
-        new = novel(distances.min(1), [share for _, told in signed for share in told.strange], own, change.limit)
+        strange = [share for _, told in signed for share in told.strange]
+        new = novel(distances.min(1), strange, own, change.limit)
         whose, sizes = [m.name for m, _ in units], [m.sizes[c] for m, c in units]
-        arrived = Arrived(whose, sizes, blocks, distances, new, change.limit)
+        arrived = Arrived(whose, sizes, blocks, distances, new, np.array(strange) > MOSTLY, change.limit)
         experts, waits = decide(arrived, held, self.config)
         figures = [
             (loss, told.usual, doubt, strange)

@@ -113,6 +113,7 @@ class Arrived:
     blocks: Sequence[np.ndarray]  # signatures, [n, size] a layer
     distances: np.ndarray  # [n, M] to the experts that are there
     new: np.ndarray  # [n] bool: of no known kind
+    strange: np.ndarray  # [n] bool: most of its prompts are like none before
     limit: float  # nearer than this, two of them are one kind
 
     def kinds(self) -> list[np.ndarray]:
@@ -130,10 +131,10 @@ class Arrived:
 
 def decide(arrived: Arrived, held: Mapping[str, int], config: Config) -> tuple[list[int], list[str]]:
     """The expert of every bucket; numbers beyond those that are there are new experts. A new kind opens one if it
-    has examples enough and there is room; what there is no room for, and what is of no new kind, joins the nearest,
-    old or new. One client alone opens ``living.alone`` at most, with those that it has ``held`` so far, and never
-    the last one that there is room for. What may not open has no expert, -1, and in the second list the settings
-    with which one would: none where it has too few examples so far."""
+    has examples enough and there is room. One that has too few waits for more if its prompts are strange as well;
+    all others join the nearest, old or new. One client alone opens ``living.alone`` at most, with those that it has
+    ``held`` so far, and never the last one that there is room for. What may not open has no expert, -1, and in the
+    second list the settings with which one would: none where it has too few examples so far."""
     experts, most = arrived.distances.shape[1], config.alignment.max_experts
     found, waits, held = arrived.distances.argmin(1), [""] * len(arrived.sizes), Counter(held)
     opened: list[np.ndarray] = []  # buckets of each new expert
@@ -143,7 +144,8 @@ def decide(arrived: Arrived, held: Mapping[str, int], config: Config) -> tuple[l
         if experts + len(opened) + (client is not None) >= most:
             continue
         if sum(arrived.sizes[bucket] for bucket in own) < config.living.least:
-            found[own], few[own] = -1, True
+            wait = own[arrived.strange[own]]  # the signature of a few rows is no witness by itself
+            found[wait], few[wait] = -1, True
             continue
         if client is not None:
             held[client] += 1

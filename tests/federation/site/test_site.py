@@ -41,15 +41,15 @@ def test_a_file_that_is_written_while_it_is_read_is_read_again(tmp_path, monkeyp
     file.write_text("\n".join(rows[:1]))
     source = OwnFiles(SiteConfig("clinic", str(file)))
 
-    def slowly(path):
-        found = read_examples(path)
+    def slowly(path, fields):
+        found = read_examples(path, fields)
         file.write_text("\n".join(rows))
         return found
 
-    monkeypatch.setattr("fedweave.federation.site.site.read_examples", slowly)
+    monkeypatch.setattr("fedweave.federation.site.source.read_examples", slowly)
     with pytest.raises(UserError, match="was written while it was read"):
         source.look(0, 1)
-    monkeypatch.setattr("fedweave.federation.site.site.read_examples", read_examples)
+    monkeypatch.setattr("fedweave.federation.site.source.read_examples", read_examples)
     assert len(source.look(0, 2)) == 4 and source.look(0, 3) is None
 
 
