@@ -277,3 +277,19 @@ def test_packaged_recipe_begins_with_its_own_command_and_loads_so(name):
     load_config(name)
     load_config(name, first.split()[4:])
     assert re.fullmatch(r"# \S.*\.", second)  # what `fedweave list recipes` shows
+
+
+def test_fixed_words_are_parted_by_commas_too():
+    assert from_tree({"loggers": "wandb, tensorboard"}).loggers == ("wandb", "tensorboard")
+    with pytest.raises(UserError, match="did you mean 'wandb'"):
+        from_tree({"loggers": "wand,tensorboard"})
+
+
+def test_a_fault_of_the_file_is_told_with_its_name_and_one_that_was_typed_without(tmp_path):
+    path = tmp_path / "mine.yaml"
+    path.write_text("training: {ronds: 3}\n")
+    with pytest.raises(UserError, match=r"mine\.yaml: unknown config key 'training.ronds'"):
+        load_config(path)
+    path.write_text("training: {rounds: 3}\n")
+    with pytest.raises(UserError, match=r"^unknown config key 'training.ronds'"):
+        load_config(path, ["training.ronds=4"])

@@ -1,9 +1,12 @@
 """Whole or not at all, and in words where it cannot be."""
 
+from contextlib import nullcontext
+from pathlib import Path
+
 import pytest
 
 from fedweave.errors import UserError
-from fedweave.files import atomic_file, atomic_folder, write_atomic, write_if_possible
+from fedweave.files import atomic_file, atomic_folder, recover_folder, write_atomic, write_if_possible
 
 
 @pytest.mark.parametrize("content", ["für alle\n", b"\x00\xff"])
@@ -51,6 +54,30 @@ def test_a_folder_replaces_only_what_it_may(tmp_path):
     with pytest.raises(OSError), atomic_folder(folder) as partial:
         (partial / "third").touch()
     assert [p.name for p in folder.iterdir()] == ["second"]
+
+
+@pytest.mark.parametrize("killed_at", [".x.removed", "x", "never"])
+def test_a_folder_that_is_being_replaced_is_never_lost(tmp_path, monkeypatch, killed_at):
+    folder, rename = tmp_path / "x", Path.rename
+
+    def write(text):
+        with atomic_folder(folder, replace=True) as partial:
+            (partial / "file").write_text(text)
+
+    def until(path, target):
+        if target.name == killed_at:
+            raise KeyboardInterrupt
+        return rename(path, target)
+
+    write("old")
+    monkeypatch.setattr(Path, "rename", until)
+    with pytest.raises(KeyboardInterrupt) if killed_at != "never" else nullcontext():
+        write("new")
+    monkeypatch.undo()
+    recover_folder(folder)
+    assert (folder / "file").read_text() == ("new" if killed_at == "never" else "old")
+    write("newest")
+    assert (folder / "file").read_text() == "newest" and [p.name for p in tmp_path.iterdir()] == ["x"]
 
 
 def test_what_a_killed_process_left_is_taken_over(tmp_path):

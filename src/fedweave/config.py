@@ -161,10 +161,11 @@ class FederationConfig:
         low=0.0,
         high=0.49,
     )
-    contested: Literal["keep", "close"] = setting(
+    contested: Literal["keep", "close", "vote"] = setting(
         "close",
         "rule=agreement: of two experts whose prompts the router cannot tell apart, close the one that fewer "
-        "clients have, whose buckets then take no part, or keep both (docs/trust.md).",
+        "clients have, or by a vote on losses the one that answers their prompts worse; its buckets then take no "
+        "part. Or keep both (docs/trust.md).",
     )
     max_share: float | Literal["auto"] = setting(
         "auto",
@@ -294,7 +295,19 @@ def load_config(recipe: str | Path, overrides: Sequence[str] = ()) -> Config:
     tree = read_yaml(read_text(path), str(path))
     for key, value in split_overrides(overrides):
         insert(tree, key, value)
-    return from_tree(tree)
+    try:
+        return from_tree(tree)
+    except UserError:
+        _blame(path)
+        raise
+
+
+def _blame(path: Path) -> None:
+    """Name the file where the fault is its own and not that of what was typed."""
+    try:
+        build(Config, read_yaml(read_text(path), str(path)))
+    except UserError as fault:
+        raise UserError(f"{path}: {fault}") from None
 
 
 def split_overrides(overrides: Sequence[str]) -> Iterator[tuple[str, object]]:

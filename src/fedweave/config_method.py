@@ -1,6 +1,6 @@
 """The settings of the method itself: experts, router, discovery, alignment, training and living on."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from fedweave.settings import setting
@@ -74,6 +74,11 @@ class WarmStartConfig:
         "Experts that a client's router learns to tell apart: its own, which takes clients with several, or all. "
         "auto is own where that links all experts, and all otherwise.",
     )
+
+    @property
+    def in_shorter_turns(self) -> "WarmStartConfig":
+        """As many steps in all, averaged four times as often."""
+        return replace(self, rounds=4 * self.rounds, steps=-(-self.steps // 4))
 
 
 @dataclass(frozen=True)

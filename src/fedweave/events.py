@@ -65,7 +65,9 @@ class PlacedBucket(TypedDict):
     usual: float
     doubt: float
     strange: float
-    waits: NotRequired[str]  # with which settings an expert would open for it, where it is kept apart
+    waits: NotRequired[
+        str
+    ]  # with which settings an expert would open for it, where it is kept apart and rows enough
 
 
 class ChangeEvent(TypedDict):
@@ -81,6 +83,8 @@ class ChangeEvent(TypedDict):
     retired: list[int]  # experts, by the numbers that they had
     unfed: NotRequired[list[int]]  # experts that nobody who is here feeds any more: rows are gone, or sites away
     fed_again: NotRequired[list[int]]
+    closed: NotRequired[list[int]]  # experts that lost a vote, by the numbers that they had
+    restarted: NotRequired[bool]  # the router has started over, without those who count nothing
     born: list[int]  # of every expert from here on: the round before which it opened, 0 at alignment
     limit: float | None  # distance beyond which a bucket belongs to no expert
     experts: int  # from here on
@@ -90,4 +94,13 @@ class ChangeEvent(TypedDict):
     bytes_down: dict[str, int]
 
 
-Event = RoundEvent | ValidationEvent | SetbackEvent | ChangeEvent
+class AskedEvent(TypedDict):
+    """What it took to ask before a round where nothing came of it."""
+
+    event: Literal["asked"]
+    round: int
+    bytes_up: dict[str, int]  # by client
+    bytes_down: dict[str, int]
+
+
+Event = RoundEvent | ValidationEvent | SetbackEvent | ChangeEvent | AskedEvent

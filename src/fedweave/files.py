@@ -49,24 +49,34 @@ def atomic_file(path: Path, shared: bool = False) -> Iterator[Path]:
 def atomic_folder(path: Path, replace: bool = False, shared: bool = False) -> Iterator[Path]:
     """An empty folder to fill, which then becomes ``path``; a folder that has something in it is an error there,
     unless it is to be replaced."""
-    partial = _beside(path, shared)
+    partial, before = _beside(path, shared), _aside(path)
     shutil.rmtree(partial, ignore_errors=True)
     try:
         partial.mkdir(parents=True)
         yield partial
         for part in (*partial.rglob("*"), partial):
             _force_to_disk(part)
-        if replace and path.exists():
-            remove_folder(path)
+        replaced = replace and path.exists()
+        if replaced:  # whole until the new one has the name
+            shutil.rmtree(before, ignore_errors=True)
+            path.rename(before)
         partial.rename(path)
         _force_to_disk(path.parent)
+        if replaced:
+            shutil.rmtree(before, ignore_errors=True)
     finally:
         shutil.rmtree(partial, ignore_errors=True)
 
 
+def recover_folder(path: Path) -> None:
+    """A folder that was being replaced when its process was killed, between two names, has its own again."""
+    if not path.exists() and _aside(path).is_dir():
+        _aside(path).rename(path)
+
+
 def remove_folder(path: Path) -> None:
     """Whole or not at all: it loses its name first."""
-    gone = path.with_name(f".{path.name}.removed")
+    gone = _aside(path)
     shutil.rmtree(gone, ignore_errors=True)  # what a killed process left
     path.rename(gone)
     shutil.rmtree(gone, ignore_errors=True)
@@ -105,6 +115,11 @@ def files_sha256(paths: Iterable[Path]) -> list[str]:
 def _beside(path: Path, shared: bool) -> Path:
     """One name for whoever comes after a crash, or one for each process."""
     return path.with_name(f".{path.name}.{os.getpid()}.partial" if shared else f".{path.name}.partial")
+
+
+def _aside(path: Path) -> Path:
+    """The name of what goes."""
+    return path.with_name(f".{path.name}.removed")
 
 
 def _write(path: Path, content: str | bytes) -> None:

@@ -71,9 +71,8 @@ class AlignmentReport(TypedDict):
     prototypes: NotRequired[int]
     prototype_labels: NotRequired[list[int]]  # the expert of every bucket
     router_examples: NotRequired[list[int]]  # experts.labels=router: examples of every expert
-    dropped_experts: NotRequired[
-        list[int]
-    ]  # of alignment's, those that too few examples were for, or more clients had another for
+    dropped_experts: NotRequired[list[int]]  # of alignment's: too few examples, or more clients had another
+    left_out: NotRequired[list[str]]  # rule=agreement: clients that counted nothing at the end of the warm start
     alignment_silhouettes: NotRequired[dict[str, float]]  # M -> silhouette
     alignment_note: NotRequired[str]
     signature_distance: NotRequired[list[list[float]] | None]  # None: too many buckets to read

@@ -167,6 +167,13 @@ def _hint(name: str, prefix: str, siblings: list[str], root: type) -> str:
     return f"valid: {', '.join(prefix + s for s in siblings)}."
 
 
+def _unquoted(items: object) -> str:
+    """What to do where YAML has read a text with a colon as a key and its value."""
+    pairs = [item for item in (items if isinstance(items, list) else [items]) if isinstance(item, dict)]
+    texts = [f"{key}: {value}" for pair in pairs for key, value in pair.items()]
+    return f"; a text with a colon needs quotes: {texts[0]!r}" if texts else ""
+
+
 def _convert(value: object, hint: object, key: str, limits: Limits) -> object:
     """Coerce one value to its declared type, or say in one sentence why not."""
     origin, args = typing.get_origin(hint), typing.get_args(hint)
@@ -190,15 +197,20 @@ def _convert(value: object, hint: object, key: str, limits: Limits) -> object:
     if origin is tuple:
         if limits.get("pairs"):
             value = _pairs(value)
-        items = [value] if isinstance(value, str) else value
+        words = typing.get_origin(args[0]) is Literal  # no comma is part of one
+        items = (
+            value.split(",") if isinstance(value, str) and words else [value] if isinstance(value, str) else value
+        )
         fewest = limits.get("low") or 0
         if (
             not isinstance(items, list | tuple)
             or len(items) < fewest
             or not all(isinstance(v, int if args[0] is int else str) for v in items)
         ):
-            raise UserError(f"{key} must be a list of names or texts, as in [one, two], not {value!r}.")
-        return tuple(_convert(item, args[0], key, {}) for item in items)
+            raise UserError(
+                f"{key} must be a list of names or texts, as in [one, two], not {value!r}{_unquoted(items)}."
+            )
+        return tuple(_convert(item.strip() if words else item, args[0], key, {}) for item in items)
     if hint is bool:
         if not isinstance(value, bool):
             raise UserError(f"{key} must be true or false, not {value!r}.")

@@ -47,14 +47,15 @@ def test_far_buckets_that_are_near_each_other_are_one_kind():
     assert kinds_of([rows[:1]], 0.5).tolist() == [0]
 
 
-def decided(sizes, whose="abcde", held=None, **living):
+def decided(sizes, whose="abcde", held=None, strange=False, **living):
     """Five buckets: one of a known kind (its expert is the first direction), four of two new kinds."""
     rows = blobs(3, 2, 0.05)[1:]
     distances = 1 - rows @ np.eye(24, dtype=np.float32)[:2][[0, 23 % 2]].T  # experts 0 and 1
     distances[:, 1] = 1.0  # expert 1 is like none of them
     most = living.pop("most", 8)
     config = from_tree({"living": {"notice": "open", **living}, "alignment": {"max_experts": most}})
-    arrived = Arrived(whose, sizes, [rows], distances, distances.min(1) > 0.5, 0.5)
+    far = distances.min(1) > 0.5
+    arrived = Arrived(whose, sizes, [rows], distances, far, far & strange, 0.5)
     return decide(arrived, held or {}, config)
 
 
@@ -68,7 +69,8 @@ def test_a_bucket_within_the_limit_joins_an_expert_that_opens_nearer_to_it():
     config = from_tree({"living": {"notice": "open", "least": 16}})
     for away, found in (([0.6, 0.6, 0.45], [1, 1, 1]), ([0.4, 0.4, 0.4], [0, 0, 0])):
         distances = np.array(away)[:, None]
-        arrived = Arrived("abc", [10, 10, 10], [rows], distances, distances[:, 0] > 0.5, 0.5)
+        far = distances[:, 0] > 0.5
+        arrived = Arrived("abc", [10, 10, 10], [rows], distances, far, far, 0.5)
         assert decide(arrived, {}, config)[0] == found
 
 
@@ -77,6 +79,14 @@ def test_a_kind_with_too_few_examples_or_without_room_joins_the_nearest():
     assert found[:3] == [0, 2, 2] and found[3] in (0, 1, 2)
     assert set(decided([9, 10, 10, 10, 10], least=16, most=3)[0]) <= {0, 1, 2}
     assert set(decided([9, 1, 1, 1, 1], least=16)[0]) <= {0, 1}
+
+
+def test_too_few_examples_wait_where_their_prompts_are_strange_and_there_is_room():
+    """The signature of a few rows is no witness by itself."""
+    few = [9, 1, 1, 1, 1]
+    assert decided(few, least=16, strange=True) == ([0, -1, -1, -1, -1], [""] * 5)
+    assert set(decided(few, least=16, most=2, strange=True)[0]) <= {0, 1}
+    assert decided([9, 10, 10, 3, 3], least=16, strange=True)[0] == [0, 2, 2, 2, 2], "what opens may be nearer"
 
 
 def test_one_client_alone_opens_one_expert_and_is_told_what_would_open_more():

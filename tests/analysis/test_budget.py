@@ -259,3 +259,12 @@ def test_counted_bytes_stand_beside_their_prediction(tiny_copy):
 
 def test_a_run_takes_no_other_settings(tiny_run, complains):
     assert "stands alone" in complains("budget", tiny_run(), "experts=3")
+
+
+def test_what_cannot_be_a_models_name_is_told_at_once(monkeypatch):
+    monkeypatch.setattr(
+        "transformers.AutoConfig.from_pretrained", lambda *_, **__: pytest.fail("the hub was asked")
+    )
+    for name in ("quickstrt", "/no/where", "a/b/c"):
+        with pytest.raises(UserError, match="no hub id of the form owner/name"):
+            model_shape(name)

@@ -96,6 +96,11 @@ def test_what_cannot_be_weighed(tiny_run, complains, overrides, word):
     assert word in complains("worth", tiny_run(*overrides))
 
 
+@pytest.mark.parametrize("own", ["living.notice=open", "federation.secure_aggregation=true"])
+def test_what_references_cannot_do_is_left_out_of_theirs(tiny_copy, says, own):
+    assert "alone" in says("worth", tiny_copy(own), "--quiet")
+
+
 def test_a_run_that_has_not_ended_cannot_be_weighed(tiny_copy, complains):
     run = tiny_copy()
     (run / "summary.json").unlink()

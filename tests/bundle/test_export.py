@@ -201,3 +201,13 @@ def test_a_bundle_is_evaluated_on_a_file(trained, bundle, tmp_path, says, compla
     assert tables[0] == tables[1] and "macro average" in tables[0]
     assert "--data" in complains("evaluate", bundle)
     assert "fixed for a bundle" in complains("evaluate", bundle, "--data", data, "training.rounds=3")
+
+
+def test_a_full_disk_is_one_sentence_and_leaves_nothing(bundle, tmp_path, monkeypatch, complains):
+    def full(*_):
+        raise Exception("No space left on device (os error 28)")  # as the tokenizers package says it
+
+    monkeypatch.setattr("fedweave.bundle.export.write_tokenizer", full)
+    target = tmp_path / "full" / "dense"
+    said = complains("export", bundle, target, "--merge", "0")
+    assert f"{target} cannot be written: No space left on device" in said and not list(target.parent.iterdir())

@@ -181,6 +181,46 @@ def test_a_method_can_have_its_own_values_of_an_axis(tmp_path):
     assert rates("method=fedit:training.lr=0.5,0.6") == [("fedit", 0.5), ("fedit", 0.6), *own]
 
 
+@pytest.mark.parametrize(
+    ("text", "sentence"),
+    [
+        ("axes: {seed: [1]}", "recipe is missing"),
+        ("recipe: [a]\naxes: {seed: [1]}", "recipe must hold a name"),
+        ("recipe: quickstart\naxes: [seed]", "axes must hold keys and values"),
+        ("recipe: quickstart\naxes: {method: fedit}", "axes.method must be a list of values"),
+        ("recipe: quickstart\naxes: {seed: 1}", "axes.seed must be a list of values"),
+        ("recipe: quickstart\naxes: {seed: []}", "axes.seed must be a list of values"),
+        ("recipe: quickstart\naxes: {seed: [1]}\nper: {seed=1: 5}", "per.seed=1 must hold keys and values"),
+        ("like: {file}", "like itself"),
+    ],
+)
+def test_a_comparison_that_is_none_is_one_sentence(tmp_path, text, sentence):
+    file = tmp_path / "odd.yaml"
+    file.write_text(text.replace("{file}", str(file)))
+    with pytest.raises(UserError, match=sentence):
+        load_comparison(str(file), [], None)
+
+
+def test_empty_sections_and_values_that_are_nothing(tmp_path):
+    file = tmp_path / "nothing.yaml"
+    file.write_text("recipe: quickstart\naxes: {backbone.revision: [null, main]}\nset:\nper:\n")
+    found = [c.config.backbone.revision for c in cells(load_comparison(str(file), [], None), tmp_path)]
+    assert found == [None, "main"]
+
+
+def test_a_setting_for_cells_that_there_are_none_of_is_refused():
+    with pytest.raises(UserError, match=r"no cell has method=fedti, .* did you mean 'method=fedit'"):
+        load_comparison("quickstart", ["method=fedit,fedweave", "method=fedti:training.lr=0.1"], None)
+
+
+def test_a_folder_that_this_version_cannot_read_is_left_alone(tmp_path):
+    (one,) = cells(load_comparison("quickstart", [], None), tmp_path)
+    one.folder.mkdir(parents=True)
+    (one.folder / "config.yaml").write_text("method: fedit\nof_another_version: 1\n")
+    one.settle()
+    assert one.folder.name == "run (2)" and one.finished is None
+
+
 def test_a_comparison_may_be_like_another(tmp_path):
     (tmp_path / "base.yaml").write_text(
         "recipe: quickstart\naxes: {method: [fedit, fedweave], seed: [1, 2]}\nset: {data.clients: 5}\n"
@@ -491,3 +531,11 @@ def test_a_setting_that_no_name_tells_gets_a_run_of_its_own(tmp_path, quick):
     (tmp_path / "cells" / "method-fedit" / "summary.json").unlink()  # interrupted: resumed where it lies
     assert found("training.lr=0.001") == [("method-fedit", 0.001), ("method-local-only", 0.001)]
     assert len(list((tmp_path / "cells").glob("method-fedit*/config.yaml"))) == 2
+
+
+def test_a_grid_of_which_nothing_can_run_says_why_in_its_one_sentence(tmp_path, complains):
+    grid = ["quickstart", "method=fedit,fedweave", "data.source=jsonl", f"data.path={tmp_path / 'gone'}", "--quiet"]
+    said = complains("compare", *grid, "--output", tmp_path / "grid")
+    assert "no cell of the comparison finished: method=fedit: data.path=" in said and "no such file" in said
+    (tmp_path / "file").write_text("")
+    assert f"--output {tmp_path / 'file'} is a file" in complains("compare", *grid, "--output", tmp_path / "file")

@@ -8,9 +8,11 @@ import pytest
 from benchmarks.drift_noise import lines, wobble
 from benchmarks.drift_picture import ARMS, draw
 from fedweave.compare.bar import BAR, CONTROL, NOTICES, STILL, TOLD, UNAWARE, row_of
-from fedweave.compare.grid import cells, load_comparison
-from fedweave.compare.life import AROUND, SOON, noticed
+from fedweave.compare.grid import Cell, cells, load_comparison
+from fedweave.compare.life import AROUND, SOON, noticed, with_life
+from fedweave.config import load_config
 from fedweave.data.sample import make_sample
+from tests.helpers import read_json, read_jsonl, write_jsonl
 
 
 def test_the_cells_of_the_study(tmp_path):
@@ -33,6 +35,17 @@ def test_the_cells_of_the_study(tmp_path):
 )
 def test_an_opening_is_the_notice_of_one_kind_that_came_before_it(opened, late):
     assert noticed({"a": 10, "b": 12}, opened) == late
+
+
+def test_a_run_whose_sites_tell_no_kinds_has_no_life(tiny_copy):
+    """Over Flower a site measures its own rows, whatever their kinds."""
+    folder = tiny_copy("data.changes=['2: all gain sum']", "data.train=16")
+    config, log = load_config(folder / "config.yaml"), folder / "metrics.jsonl"
+    cell, summary = Cell({}, config, folder), read_json(folder / "summary.json")
+    assert with_life(summary, cell)["life"]["came"] == {"sum": 2}
+    rows = [{key: value for key, value in row.items() if key != "tasks"} for row in read_jsonl(log)]
+    write_jsonl(log, rows)
+    assert "life" not in with_life(summary, cell)
 
 
 def one_seed(late=1.0, without=0.0, opened=0.0, new=1.0, old=1.0, sent=1.0) -> dict[str, dict[str, float]]:

@@ -164,6 +164,33 @@ def test_another_cell_of_the_same_name_stands_beside_it(written, quick, tmp_path
     assert Record(path).find(cell) is not None and Record(path).find(other) is not None
 
 
+@pytest.mark.parametrize("old", ["settings", "model", "test", "commit", None])
+def test_cells_that_do_not_say_enough_stay_and_are_nobodys(written, old):
+    """Records of earlier versions lack this or that: docs/results/h200-seeds-42-44.json does not name its model."""
+    path, cell, summary = written
+    content = json.loads(path.read_text())
+    ((name, entry),) = content["cells"].items()
+    short = {key: value for key, value in entry.items() if key != old} if old else ["a", "list"]
+    path.write_text(json.dumps({**content, "cells": {name: short}}))
+    record = Record(path)
+    assert record.find(cell) is None
+    record.add(cell, summary)
+    assert read_json(path)["cells"] == {name: short, f"{name} (2)": entry}
+
+
+@pytest.mark.parametrize(("named", "known"), [([], [True, False]), (["data.name=mine"], [True, True])])
+def test_rows_of_ones_own_are_known_by_the_name_of_their_folder(written, quick, tmp_path, named, known):
+    """Whatever the machine calls the folders above; a name for the data says that they are the same."""
+    asked = [
+        [*quick, *named, "data.source=jsonl", f"data.path={place}"] for place in ("/here/mine", "/there/yours")
+    ]
+    first, other = (one_cell(own, "method=fedit") for own in asked)
+    record = Record(tmp_path / "own.json")
+    record.add(first, written[2])
+    moved = one_cell([item.replace("/here/", "/elsewhere/") for item in asked[0]], "method=fedit")
+    assert [record.find(one) is not None for one in (moved, other)] == known
+
+
 def test_processes_that_share_a_grid_lose_no_cell_of_the_record(written, quick, tmp_path):
     path, _, summary = written
     grid = cells(load_comparison("quickstart", [*quick, f"seed={','.join(map(str, range(24)))}"], None), tmp_path)

@@ -68,7 +68,8 @@ def test_the_manifest_tells_schedules_apart():
     [
         ("soon: client_0 gains sum", "not of the form"),
         ("3: client_9 gains sum", "no client 'client_9'"),
-        ("3: client_0 gains poems", "no kind of the data"),
+        ("3: client_0 gains poems", "no kind 'poems' in the data"),
+        ("3: client_0 and client_1 gain sum", "no client 'and'; valid: .*all"),
         ("0: client_0 gains sum", "rounds count from 1"),
         ("3: all gain 200% of sum", "up to 100 %"),
         ("3: all gain 0% of sum", "more than 0"),
@@ -85,9 +86,17 @@ def test_a_mistake_is_one_sentence(change, reason):
     ("changes", "reason"),
     [
         (["3: client_0 gains sum", "3:  client_0 gains sum"], "stands there twice"),
+        (["3: client_0 gains sum", "3: client_0 gain sum"], "'3: client_0 gain sum' stands there twice"),
+        (
+            ["2: client_0 gains 60% of sum", "3: all gain 60% of sum"],
+            "'3: all gain 60% of sum': with it 120% of the rows of sum are gained; lower a share",
+        ),
         (["3: all lose sum", "5: client_1 loses sum"], "no client of these has rows of sum then"),
         (["3: client_0 gains sum", "2: all lose sum"], "no client of these has rows of sum then"),
-        ([f"1: client_3 loses {kind}" for kind in ("edit", "mood", "choice")], "'client_3' without rows"),
+        (
+            [f"1: client_3 loses {kind}" for kind in ("edit", "mood", "choice")],
+            "'client_3' without rows .*'1: client_3 loses mood'",
+        ),
         ([f"2: client_0 gains {kind}" for kind in ("edit", "sum", "mood", "choice")], "leave 0 rows for 4 clients"),
     ],
 )
@@ -100,6 +109,16 @@ def test_a_change_that_the_run_never_comes_to_is_told():
     texts = ["4: all lose mood", "9: client_0 gains sum"]
     assert "ends after round 8, before '9: client_0 gains sum'; what would come" in too_late(texts, 8)
     assert too_late(texts, 9) == ""
+
+
+def test_everybody_is_everybody_whoever_else_is_named():
+    assert load("3: all, client_0 lose mood").courses == load("3: all lose mood").courses
+
+
+def test_a_line_that_yaml_reads_as_something_else_says_how_to_write_it():
+    """As in a file: - 3: all lose mood"""
+    with pytest.raises(UserError, match="needs quotes: '3: all lose mood'"):
+        from_tree({"data": {"changes": [{3: "all lose mood"}]}})
 
 
 def test_own_rows_have_no_schedule(tmp_path):

@@ -122,6 +122,7 @@ def test_a_row_that_fits_no_format_is_one_sentence(row, fields, complaint):
     [
         (["promt=question"], "did you mean 'prompt'?"),
         (["prompt"], "'prompt' names no column"),
+        (["question", "answer"], "'question' does not say what it holds"),
         (["prompt="], "names no column"),
         (["messages=a", "prompt=b"], "either messages or prompt"),
     ],
@@ -187,6 +188,14 @@ def test_a_wrong_table_names_the_line(tmp_path, text, complaint):
     (tmp_path / "a.csv").write_bytes(text)
     with pytest.raises(UserError, match=complaint):
         read_examples(tmp_path / "a.csv")
+
+
+def test_a_workbook_is_told_from_broken_text(tmp_path):
+    (tmp_path / "a.xlsx").write_bytes(b"PK\x03\x04\n\n")
+    with pytest.raises(
+        UserError, match=r"a\.xlsx is a workbook or an archive, not text; save its rows as JSONL or CSV"
+    ):
+        read_examples(tmp_path / "a.xlsx")
 
 
 def test_after_a_wrong_line_the_reader_can_go_on(tmp_path):

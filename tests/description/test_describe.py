@@ -147,4 +147,4 @@ def test_a_run_ends_with_a_line_for_every_expert(trained):
     assert "strange to the router" not in summary_text(summary)
     first = next(iter(summary["test"]["best"]["routing"]))
     summary["test"]["best"]["routing"][first] = [0.0] * summary["experts"]
-    assert f"strange to the router, and the bare model's: {summary['tasks'][first]}\n" in summary_text(summary)
+    assert f"strange to the router and get no expert: {summary['tasks'][first]}\n" in summary_text(summary)

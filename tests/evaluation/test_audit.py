@@ -28,6 +28,11 @@ def test_local_audit_weights_clients_by_size():
     assert audit["local"]["purity"] == pytest.approx((3 * (2 / 3) + 1) / 4)
 
 
+def test_rows_that_wait_for_a_bucket_are_in_none():
+    audit = alignment_audit([[np.array([0, 2])], []], [[0], []], [["a", "b", "a", "b", "b"], ["a"]])
+    assert audit["local"]["purity"] == audit["global"]["purity"] == 1.0
+
+
 def test_routing_is_decided_where_one_expert_has_nearly_all_prompts_of_a_kind():
     weights = torch.tensor([[0.9, 0.1], [0.6, 0.4], [0.4, 0.6], [0.1, 0.9], [0.2, 0.8]])
     assert decided(weights, ["x", "x", "x", "y", "y"]) == pytest.approx({"x": 2 / 3, "y": 1.0})

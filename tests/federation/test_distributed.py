@@ -13,6 +13,10 @@ import torch
 from safetensors.torch import load_file
 
 from fedweave.cli import main
+from fedweave.console import Console
+from fedweave.federation.engines.distributed import ShardedEngine
+from fedweave.federation.message import Message
+from tests.federations import changed, make_engine, run
 from tests.helpers import PATIENCE, assert_trained_alike, events, fork, free_port, read_json
 from tests.runs.test_course import HARMFUL
 
@@ -83,6 +87,23 @@ def test_two_processes_equal_one(tmp_path, small, tiny_copy, method, extra, limi
     assert codes == [0, 0], said[-2000:]
     assert main(["resume", str(one), "training.rounds=3", "--quiet"]) == 0
     assert_same_run(one, two, limit)
+
+
+class Alone:
+    """The only process of its world."""
+
+    rank, size = 0, 1
+
+    def pass_on(self, owner, message):
+        return Message.from_bytes(message.to_bytes())
+
+
+def test_absent_clients_leave_the_others_their_own_answers(config, backbone):
+    absent = changed(config, attack={"kind": "absent", "clients": 0.4}, method="fedit", data={"clients": 5})
+    plain = make_engine(absent, backbone)
+    shared = ShardedEngine(backbone, plain.members, absent, Console(quiet=True), Alone())  # type: ignore[arg-type]
+    ends = [run(absent, engine)[1] for engine in (plain, shared)]
+    assert torch.equal(ends[0].theta, ends[1].theta) and len(shared.members) == 3
 
 
 def test_all_processes_go_back_and_end_together(tmp_path, small, tiny_run):

@@ -135,6 +135,47 @@ def test_too_few_answers_leave_the_sum_closed_and_the_model_where_it_was(config,
     assert "3 of 6 clients are too few to open their sum; nothing is used" in federation.said
 
 
+def diverging(method, clients, value):
+    """The same method, whose clients with these numbers learn nothing but this."""
+    real = method.local_updates
+
+    def spoilt(*asked):
+        for update in real(*asked):
+            wild = torch.full_like(update.delta_theta, value)
+            yield replace(update, delta_theta=wild) if update.client in clients else update
+
+    method.local_updates = spoilt
+    return method
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, 1e12])
+@pytest.mark.parametrize("travels", [False, True])
+def test_a_client_that_diverges_costs_its_own_answer(travels, value, config, backbone):
+    config, said = masked(config, data={"clients": 6}, training={"rounds": 1}), []
+    engine, method = make_engine(config, backbone), build_method(config)
+    engine.travels = engine.exit.travels = travels
+    engine.console.warn = said.append
+    state = method.prepare(engine)
+    members = list(engine.members)
+    expected, _ = one_round(method, engine, state, [c for c in members if c.index != 2], 0)
+    moved, report = one_round(diverging(method, {2}, value), engine, state, members, 0)
+    assert (moved.theta - expected.theta).abs().max() <= 1e-5 < (moved.theta - state.theta).abs().max()
+    assert report.receipts.accepted == {0, 1, 3, 4, 5} and len(said) == 1
+    assert said[0].startswith(f"{members[2].name} gave no answer: an answer holds NaN or numbers beyond")
+    with pytest.raises(UserError, match="round 1 got 0 of the 1 usable answers"):
+        one_round(diverging(method, {0, 1, 3}, value), engine, state, members, 0)
+    assert said[-1].endswith("2 of 6 clients are too few to open their sum; nothing is used.")
+    engine.detach()
+
+
+def test_a_site_that_diverges_says_so_and_costs_its_own_answer(config, models):  # noqa: F811
+    config = masked(config, data={"clients": 6}, training={"rounds": 1})
+    federation = Federation(config, models)
+    federation.sites[2].build_method = lambda config: diverging(build_method(config), {2}, math.nan)
+    _, _, (report,) = federation.run()
+    assert len(report.receipts.accepted) == 5 and "gave no answer: an answer holds NaN" in federation.said
+
+
 def test_a_site_does_not_answer_without_masks(config, models):  # noqa: F811
     config = masked(config, method="fedit", data={"clients": 3})
     federation = Federation(config, models)

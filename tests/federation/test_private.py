@@ -20,7 +20,8 @@ from fedweave.federation.rounds import one_round
 from fedweave.federation.site.ledger import Ledger
 from fedweave.federation.site.rehearsal import RehearsalEngine
 from fedweave.federation.site.settings import Floors, SiteConfig
-from fedweave.federation.site.site import Models, OwnFiles, Site
+from fedweave.federation.site.site import Models, Site
+from fedweave.federation.site.source import OwnFiles
 from fedweave.federation.state import broadcast
 from fedweave.federation.steps import Answer, Asked
 from fedweave.methods import build_method

@@ -67,7 +67,10 @@ def test_recorded_steps_equal_eager_ones_over_changing_batches(on_gpu, dropout, 
         assert replayed.tokens == eager.tokens
 
 
-def test_recorded_steps_follow_the_rate_of_their_round_with_given_gates_and_a_shared_part(on_gpu, smooth_optimiser):
+@pytest.mark.parametrize("slows", [{"schedule": "late"}, {"patience": 1}], ids=["schedule", "patience"])
+def test_recorded_steps_follow_the_rate_of_their_round_with_given_gates_and_a_shared_part(
+    slows, on_gpu, smooth_optimiser
+):
     """The rate is read from memory: a recording made at one pace goes at another."""
     layout = AdapterLayout.of(on_gpu.linear_layers(TARGETS), 8, 3, shared=16)
     lanes = [
@@ -76,7 +79,7 @@ def test_recorded_steps_follow_the_rate_of_their_round_with_given_gates_and_a_sh
     ]
     results = []
     for graphs in (True, False):
-        trainer, mixture = make_trainer(on_gpu, layout, None, 0.0, cuda_graphs=graphs, schedule="late")
+        trainer, mixture = make_trainer(on_gpu, layout, None, 0.0, cuda_graphs=graphs, **slows)
         list(trainer.train(lanes, 3))
         trainer.pace = 0.25
         results.append(list(trainer.train(lanes, 3)))

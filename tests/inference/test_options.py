@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from fedweave.errors import UserError
-from fedweave.inference.json_text import JsonText
+from fedweave.inference import rows
+from fedweave.inference.json_text import JsonText, JsonTokens
 from fedweave.inference.sampling import Options, Sampling, TokenChooser
 
 PROMPT = "Fix the grammar: Ada go to the park."
@@ -37,6 +38,18 @@ def test_stop_tokens_end_an_answer_and_a_least_length_holds_them_off(model):
     assert len(longer.tokens) >= 8 and stop not in longer.tokens[:8]
     with pytest.raises(UserError, match="min_new_tokens must not be more"):
         model.generate([PROMPT], max_new_tokens=4, min_new_tokens=5)
+
+
+def test_a_long_prompts_logits_are_not_held_together(model, monkeypatch):
+    """As many tokens as a prompt may have, times the vocabulary, would be more than a server's memory."""
+    options = {"max_new_tokens": 1, "logprobs": 2, "echo": True}
+    whole, real, seen = model.generate([PROMPT], **options)[0].scores, model.backbone.logits, []
+    monkeypatch.setattr(rows, "_SCORED", 4)
+    monkeypatch.setattr(model.backbone, "logits", lambda hidden: seen.append(len(hidden)) or real(hidden))
+    found = model.generate([PROMPT], **options)[0].scores
+    assert max(seen) == 4 and len(found) > 8
+    assert [one.token for one in found] == [one.token for one in whole]
+    assert [one.logprob for one in found[1:]] == pytest.approx([one.logprob for one in whole[1:]], abs=1e-5)
 
 
 def test_log_probabilities_are_the_models_own(model):
@@ -97,6 +110,43 @@ def test_what_python_reads_and_what_is_accepted_agree():
         assert (state.add(text) and state.complete) == valid, text
         agreed += valid
     assert agreed > 5
+
+
+@pytest.fixture
+def chooser(backbone):
+    """Of a row in JSON mode whose text so far is this."""
+
+    def make(text: str, **options) -> TokenChooser:
+        ends = list(backbone.end_ids)
+        grammar = JsonTokens(backbone.tokenizer, ends)
+        assert grammar.text.add(text)
+        return TokenChooser(Sampling(json_object=True, **options), torch.tensor([1, 2, 3]), ends, 0, grammar)
+
+    return make
+
+
+@pytest.mark.parametrize("options", [{}, {"do_sample": True, "top_k": 1}, {"do_sample": True, "top_p": 1e-3}])
+def test_in_json_mode_options_may_leave_nothing_that_fits(chooser, backbone, options):
+    """Then the likeliest token that does is taken: no draw from nothing, which would end everybody's answers."""
+    (begin,) = backbone.tokenizer.encode("{", add_special_tokens=False)
+    logits = torch.linspace(0, 30, len(backbone.tokenizer))
+    fitting = {token for token in range(len(logits)) if JsonText().add(backbone.tokenizer.decode([token]) or "x")}
+    assert begin in fitting
+    before = logits.clone()
+    assert chooser("", **options).choose(logits, []) == max(fitting)
+    assert torch.equal(logits, before), "log-probabilities are read from them afterwards"
+
+
+def test_a_whole_object_ends_before_its_least_length(chooser, backbone):
+    """Nothing may follow, so that waiting for more would be waiting for ever."""
+    one = chooser('{"a": 1}', min_new_tokens=40)
+    assert one.choose(torch.zeros(len(backbone.tokenizer)), [5, 6]) in backbone.end_ids
+
+
+@pytest.mark.parametrize("token", [10**30, 2**31, -1])
+def test_a_stop_token_is_a_token(token):
+    with pytest.raises(UserError, match="stop_token_ids: a token is a number from 0"):
+        Sampling.of({"stop_token_ids": [token], "min_new_tokens": 1})
 
 
 @pytest.mark.parametrize("options", [{}, {"do_sample": True, "temperature": 1.5, "seed": 3}])

@@ -1,6 +1,8 @@
 """Each baseline against the property that defines it."""
 
 import json
+import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -8,6 +10,7 @@ import torch
 
 from fedweave.cli import main
 from fedweave.federation.rounds import federate, one_round
+from fedweave.federation.state import broadcast
 from fedweave.methods import METHODS, build_method
 from tests.federations import make_engine, run, with_method
 
@@ -60,6 +63,25 @@ def test_fedsa_keeps_every_b_at_home(config, backbone):
     torch.testing.assert_close(after.theta[is_b], mean[is_b])
 
 
+def test_what_a_client_has_for_itself_outlives_a_round_in_which_it_diverges(config, backbone):
+    config = with_method(config, "fedsa-lora")
+    engine, method = make_engine(config, backbone), build_method(config)
+    state, real = method.prepare(engine), method.local_updates
+
+    def diverging(*asked):
+        for update in real(*asked):
+            yield replace(update, delta_theta=update.delta_theta * (math.nan if update.client == 1 else 1.0))
+
+    method.local_updates = diverging
+    after, report = one_round(method, engine, state, engine.members, 0)
+    assert 1 not in report.receipts.accepted and after.theta.isfinite().all(), "the mean of all B is of numbers"
+    assert torch.equal(after.private[1], state.private[1])
+    method.local_updates = real
+    _, report = one_round(method, engine, after, engine.members, 1)
+    engine.detach()
+    assert 1 in report.receipts.accepted
+
+
 def test_local_only_communicates_nothing(config, backbone):
     config = with_method(config, "local-only")
     engine = make_engine(config, backbone)
@@ -80,6 +102,18 @@ def fedlease_with_two_clusters(config, backbone):
     engine = make_engine(config, backbone)
     method = build_method(config)
     return engine, method, method.prepare(engine)
+
+
+def test_who_is_in_quarantine_moves_no_other_clusters_router(config, backbone):
+    config = with_method(config, "fedlease")
+    engine, method = make_engine(config, backbone), build_method(config)
+    state = method.prepare(engine)
+    updates = [update for _, update in engine.ask(method.train, engine.members, broadcast(state, 0))]
+    engine.detach()
+    (muted, *_) = [update for update in updates if not update.counts[0]]
+    without = method.aggregate(engine, state, [update for update in updates if update is not muted])
+    muted.counts[:] = 0  # as a round does it (RoundReport.listen)
+    assert torch.equal(method.aggregate(engine, state, updates).phi, without.phi)
 
 
 def test_fedlease_trains_only_its_own_cluster(config, backbone):

@@ -7,11 +7,13 @@ import torch
 
 from fedweave.alignment.align import Alignment
 from fedweave.federation.admission import Receipts
+from fedweave.federation.news import Change
 from fedweave.federation.rounds import one_round
-from fedweave.methods import build_method, contested, preparation
+from fedweave.methods import build_method, preparation
 from fedweave.router.mlp import RouterLayout
 from tests.federations import changed, make_engine
 
+PRIVATE = {"privacy": {"level": "client"}, "discovery": {"max_buckets": 1, "sketch": 4}}
 FEW = (3, 4)  # clients whose first bucket has another answer to the same prompts
 
 
@@ -26,16 +28,16 @@ def sends_all_to(expert: int, router: RouterLayout, phi: torch.Tensor) -> torch.
     return phi
 
 
-def prepared(config, backbone, monkeypatch, winner: int):
+def prepared(config, backbone, monkeypatch, winner: int, times: int = 1):
     """After alignment into expert 0 (first buckets of three clients), 1 (of two), 2 (all others), and a first
-    warm start whose router sends every prompt to one of them."""
+    warm start, or so many, whose router sends every prompt to one of them."""
     engine, method = make_engine(config, backbone), build_method(config)
     asked, real = [], preparation.warm_up_router
 
     def warm(engine, step, router, phi, *others, **more):
         asked.append(router.experts)
         found = real(engine, step, router, phi, *others, **more)
-        return sends_all_to(winner, router, phi) if len(asked) == 1 else found
+        return sends_all_to(winner, router, phi) if len(asked) <= times else found
 
     def align(distance, most, **options):
         labels = [
@@ -79,7 +81,7 @@ def test_nobody_votes_for_the_experts_of_others(wary, backbone, monkeypatch):
     for client in engine.members:
         client.assignment = [int(client in liars) for _ in client.buckets]
     honest = sends_all_to(0, router, router.initial(0))
-    step = method.contest
+    step = method.contest.where
     asked = step.answer
 
     def answer(compute, clients, question):
@@ -89,9 +91,9 @@ def test_nobody_votes_for_the_experts_of_others(wary, backbone, monkeypatch):
             yield said
 
     monkeypatch.setattr(step, "answer", answer)
-    assert contested.contested(engine, step, router, honest, Receipts()) == []
+    assert method.contest.outnumbered(engine, router, honest, Receipts()) == []
     monkeypatch.setattr(step, "answer", asked)
-    assert contested.contested(engine, step, router, honest, Receipts()) == [1]
+    assert method.contest.outnumbered(engine, router, honest, Receipts()) == [1]
     engine.detach()
 
 
@@ -99,6 +101,7 @@ def test_nobody_votes_for_the_experts_of_others(wary, backbone, monkeypatch):
     "other",
     [
         {"federation": {"contested": "keep"}},
+        PRIVATE,
         {"federation": {"rule": "mean"}},
         {"federation": {"rule": "clip"}},
         {"experts": {"labels": "router"}},
@@ -111,3 +114,83 @@ def test_nobody_is_asked_where_experts_stay(config, wary, other):
     over_sites = changed(config, data={"source": "sites"})
     assert build_method(over_sites).contest is not None and build_method(config).contest is None
     assert build_method(changed(wary, **other)).contest is None
+
+
+# ------------------------------------------------------------------------------------------ by a vote
+
+
+@pytest.fixture
+def voting(wary):
+    return changed(wary, federation={"contested": "vote"})
+
+
+def spoilt(state, expert: int):
+    """The state with an expert that answers nothing."""
+    experts = state.layout.unstack(state.theta)
+    experts[expert] = experts[expert] + 3.0 * torch.randn(experts[expert].shape)
+    return replace(state, theta=state.layout.stack(experts, state.theta[state.layout.expert_of_column == 3]))
+
+
+@pytest.mark.parametrize("worse", [0, 1])
+def test_the_expert_closes_that_answers_its_prompts_worse(voting, backbone, monkeypatch, worse):
+    """Also where more clients have it, and whichever the router prefers."""
+    engine, method, state, asked = prepared(voting, backbone, monkeypatch, winner=1, times=2)
+    assert "dropped_experts" not in state.report and asked == [3], "nothing closes before anybody is known"
+    untouched, change = method.live(engine, state, 2)
+    assert untouched is state and not change.up, "it is asked once"
+    router, before = state.router.trained, spoilt(state, worse)
+    settled, change = method.live(engine, before, 1)
+    engine.detach()
+    assert change.closed == [worse] and change.restarted and change.told and asked == [3, 3, 2]
+    assert set(change.up) == {client.name for client in engine.members}
+    assert settled.layout.experts == settled.router.experts == 2
+    kept = [expert for m, expert in enumerate(before.layout.unstack(before.theta)) if m != worse]
+    assert all(map(torch.equal, settled.layout.unstack(settled.theta), kept)), "the others stay to the bit"
+    for client in engine.members:
+        assert (client.assignment[0] == -1) == ((client.index in FEW) == (worse == 1))
+        assert 4 * (router.size + before.theta.numel()) < change.down[client.name], "all that was asked is counted"
+
+
+def test_a_second_look_with_another_router_clears_experts(voting, backbone, monkeypatch):
+    engine, method, state, _ = prepared(voting, backbone, monkeypatch, winner=1)
+    looks = []
+
+    def pairs(*_):
+        looks.append(1)
+        return [(0, 1)] if len(looks) == 1 else []
+
+    monkeypatch.setattr(method.contest, "pairs", pairs)
+    settled, change = method.live(engine, spoilt(state, 0), 1)
+    engine.detach()
+    assert settled.layout.experts == 3 and not change.closed and change.restarted
+    assert "compare" not in engine.answered[engine.members[0].name]
+    assert not torch.equal(settled.phi, state.phi), "the router that tells them apart stays"
+
+
+def test_who_has_pulled_against_the_others_has_no_vote(voting, backbone, monkeypatch):
+    engine, method, state, _ = prepared(voting, backbone, monkeypatch, winner=1, times=9)
+    liar = engine.members[FEW[0]].name
+    state = replace(spoilt(state, 0), standing={client.name: -1.0 if client.name == liar else 1.0
+                                               for client in engine.members})  # fmt: skip
+    _, change = method.live(engine, state, 1)
+    engine.detach()
+    assert change.closed == [0] and liar not in change.up
+    assert not {"relabel", "compare", "rewarm"} & {*engine.answered[liar]}
+
+
+def test_a_tie_closes_none_and_who_has_few_of_the_prompts_does_not_vote(voting, backbone, monkeypatch):
+    engine, method, state, _ = prepared(voting, backbone, monkeypatch, winner=1)
+    contest, said = method.contest, iter([0, 0, 1, 1, -1])
+    monkeypatch.setattr(contest.compare, "read", lambda *_: [next(said)])
+    assert contest.voted(engine, engine.members, state, [(0, 1)], Change(1)) == []
+    elsewhere = sends_all_to(2, state.router.trained, state.phi[0, : state.router.trained.size])
+    state = replace(state, router=state.router.trained, phi=elsewhere[None])
+    monkeypatch.undo()
+    question, heard = Change(1), []
+    answer = contest.compare.answer
+    monkeypatch.setattr(
+        contest.compare, "answer", lambda *asked: (heard.append(one) or one for one in answer(*asked))
+    )
+    assert contest.voted(engine, engine.members, state, [(0, 1)], question) == []
+    engine.detach()
+    assert [one.figures for one in heard] == [{"rows": [0], "losses": [0.0, 0.0]}] * len(engine.members)

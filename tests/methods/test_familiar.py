@@ -1,13 +1,15 @@
 """Which prompts are familiar: learned from sums over clients, and as strict as was asked for."""
 
 import io
+from dataclasses import replace
 
 import pytest
 import torch
 
 from fedweave.config import load_config
 from fedweave.console import Console
-from fedweave.federation.message import Message
+from fedweave.federation.admission import Receipts
+from fedweave.federation.message import Message, Refused
 from fedweave.methods import build_method
 from fedweave.methods.familiar import (
     Moments,
@@ -17,6 +19,7 @@ from fedweave.methods.familiar import (
     familiar_share,
     farther,
     fit,
+    possible,
     reach,
     spanned,
     together,
@@ -63,6 +66,18 @@ def test_who_has_no_expert_yet_tells_nothing(config, backbone):
     assert answer.figures == {"samples": 0} and not any(part.any() for part in answer.parts.values())
 
 
+def test_a_site_that_tells_of_nothing_does_not_spoil_the_router(config, backbone):
+    """Of two sites the shorter features would be the median: the other's would be scaled down to these."""
+    engine, method, state = prepared(weave(config, router__familiar=0.9), backbone)
+    largest = sorted(engine.members, key=len)[-2:]
+    engine.members = largest
+    assert len(largest[0]) >= 10
+    largest[0].data = replace(largest[0].data, features=torch.zeros_like(largest[0].data.features))
+    taught = method.familiar.taught(engine, state, Receipts())
+    engine.detach()
+    assert taught.phi.isfinite().all() and taught.router.axes, "it is refused, and the other tells alone"
+
+
 def test_by_default_it_is_on_where_it_works_and_nothing_forbids_it():
     assert [familiar_share(load_config(name)) for name in ("quickstart", "own", "weave")] == [0.98] * 3
     assert [familiar_share(load_config(name)) for name in ("paper", "benchmark")] == [1.0] * 2
@@ -87,24 +102,59 @@ def test_the_limit_is_so_many_times_as_far_out(config, backbone):
     assert limits[1] == pytest.approx(1.5 * limits[0])
 
 
+def told(x: torch.Tensor) -> Moments:
+    """What a client tells of features [n, d]."""
+    row, column = torch.triu_indices(x.shape[1], x.shape[1])
+    halves = [x[::2], x[1::2]]
+    return Moments(
+        torch.tensor([len(half) for half in halves]),
+        torch.stack([half.sum(0) for half in halves]),
+        torch.stack([(half.T @ half)[row, column] for half in halves]),
+    )
+
+
 def test_moments_add_up_and_no_site_speaks_louder_than_four():
     random = torch.Generator().manual_seed(1)
-    row, column = torch.triu_indices(6, 6)
-
-    def moments(x: torch.Tensor) -> Moments:
-        halves = [x[::2], x[1::2]]
-        products = torch.stack([(half.T @ half)[row, column] for half in halves])
-        return Moments(
-            torch.tensor([len(half) for half in halves]), torch.stack([h.sum(0) for h in halves]), products
-        )
-
     features = [torch.randn(12, 6, generator=random, dtype=torch.float64) for _ in range(70)]  # three helpings
-    total, plain = together((1.0, moments(x)) for x in features), moments(torch.cat(features))
+    total, plain = together((1.0, told(x)) for x in features), told(torch.cat(features))
     for found, expected in zip(total, plain, strict=True):
         torch.testing.assert_close(found, expected, check_dtype=False)
-    loud = [(1.0, moments(100 * x if i == 40 else x)) for i, x in enumerate(features)]
+    loud = [(1.0, told(100 * x if i == 40 else x)) for i, x in enumerate(features)]
     assert together(loud).products.abs().max() < 1.2 * plain.products.abs().max()
-    assert together([(1.0, moments(features[0][:0]))]) is None
+    assert together([(1.0, told(features[0][:0]))]) is None
+
+
+def test_sums_that_features_have_are_possible():
+    random = torch.Generator().manual_seed(4)
+    x = torch.randn(12, 30, generator=random, dtype=torch.float64)
+    flat = x * (torch.arange(30) > 1) + 7.0 * (torch.arange(30) == 0)  # two channels stand still
+    for features in (x, 1e3 * x, 1e-3 * x, flat, x[:1].repeat(12, 1), x[:2], x[:0]):
+        possible(told(features))
+
+
+def contrary(honest: Moments) -> torch.Tensor:
+    """Every channel against every other: each pair of them could be so, three cannot."""
+    row, column = torch.triu_indices(6, 6)
+    roots = honest.products[:, row == column].sqrt()
+    return torch.where(row == column, 1.0, -1.0) * roots[:, row] * roots[:, column]
+
+
+LIES = {
+    "nothing": lambda m: m._replace(sums=0 * m.sums, products=0 * m.products),
+    "next to nothing": lambda m: m._replace(sums=1e-80 * m.sums, products=1e-160 * m.products),
+    "beyond all": lambda m: m._replace(sums=1e80 * m.sums, products=1e160 * m.products),
+    "long sums": lambda m: m._replace(sums=100 * m.sums),
+    "other signs": lambda m: m._replace(products=-m.products),
+    "no rows": lambda m: m._replace(rows=0 * m.rows),
+    "contrary": lambda m: m._replace(sums=0 * m.sums, products=contrary(m)),
+}
+
+
+@pytest.mark.parametrize("lie", LIES.values(), ids=LIES)
+def test_sums_that_no_features_have_are_refused(lie):
+    honest = told(torch.randn(12, 6, generator=torch.Generator().manual_seed(4), dtype=torch.float64))
+    with pytest.raises(Refused, match="features"):
+        possible(lie(honest))
 
 
 def test_new_prompts_lie_within_the_limit_as_often_as_was_asked_for():

@@ -7,12 +7,13 @@ import numpy as np
 import pytest
 import torch
 
-from fedweave.aggregation.robust import Standing
+from fedweave.aggregation.robust import Standing, left_out
 from fedweave.backbone.prompts import Encoded
 from fedweave.config import from_tree
 from fedweave.federation import compute as computes
 from fedweave.federation.admission import Receipts
 from fedweave.federation.client import Client
+from fedweave.federation.news import Change
 from fedweave.federation.rounds import federate, sample_clients
 from fedweave.methods import METHODS, build_method
 from fedweave.methods.warm_start import warm_up_router
@@ -139,12 +140,15 @@ def test_the_router_starts_over_without_those_whom_round_1_has_shown(config, bac
     """They taught it before anybody could know."""
     wary = changed(config, federation={"rule": "agreement"}, data={"clients": 5, "train": 30})
     engine, method = make_engine(wary, backbone), build_method(wary)
-    state = replace(method.prepare(engine), standing={})
+    state = method.prepare(engine)
+    assert set(state.report["left_out"]) == set(left_out(state.standing, wary.federation.hostile))
+    state.report["left_out"] = []
     liar = engine.members[1]
     standing = {member.name: -1.0 if member is liar else 1.0 for member in engine.members}
     shown = replace(state, phi=state.phi + 9.0, standing=standing, norms={"router": [1e-9]})
-    asked = dict(engine.answered[liar.name])
-    again = method.reconsider(engine, state, shown)
+    asked, change = dict(engine.answered[liar.name]), Change(1)
+    again = method.reconsider(engine, shown, change)
+    assert change.restarted and liar.name not in change.up and set(change.up) == set(change.down)
     assert engine.answered[liar.name] == asked, "it is not asked"
     assert again.norms == {} and torch.equal(again.theta, shown.theta) and again.standing == shown.standing
     engine.members.remove(liar)
@@ -154,13 +158,17 @@ def test_the_router_starts_over_without_those_whom_round_1_has_shown(config, bac
     engine.detach()
     torch.testing.assert_close(again.phi[0, : router.size], alone)
     assert torch.equal(again.phi[:, router.size :], shown.phi[:, router.size :]), "what is familiar stays so"
-    assert method.reconsider(engine, shown, shown) is shown, "where the warm start did without it there is no need"
+    told = replace(shown, report=shown.report | {"left_out": [liar.name]})
+    assert method.reconsider(engine, told, Change(1)) is told, (
+        "where the warm start did without it there is no need"
+    )
     for other in (
-        {"federation": {"rule": "clip"}},
         {"router": {"warm_start": {"enabled": False}}},
-        {"init": "bundle"},
+        {"privacy": {"level": "client"}, "discovery": {"max_buckets": 1, "sketch": 4}},
     ):
-        assert build_method(changed(wary, **other)).reconsider(engine, state, shown) is shown
+        assert build_method(changed(wary, **other)).reconsider(engine, shown, Change(1)) is shown
+    untold = replace(shown, report={key: value for key, value in shown.report.items() if key != "left_out"})
+    assert method.reconsider(engine, untold, Change(1)) is untold, "another rule, or a bundle"
 
 
 def test_every_method_has_a_summary():

@@ -14,7 +14,7 @@ from fedweave.federation.message import Message
 from fedweave.federation.rounds import federate
 from fedweave.federation.steps import Asked
 from fedweave.methods import build_method
-from fedweave.methods.newcomers import apart
+from fedweave.methods.newcomers import apart, sizes_apart
 from fedweave.methods.prototypes import first_adapter
 from fedweave.router.mlp import RouterLayout
 from tests.federations import changed, make_engine
@@ -135,7 +135,8 @@ def test_asked_the_operator_decides(living, backbone, training):
     again, quiet = method.live(engine, after, 3)
     assert not quiet and again.layout.experts == m, "nobody is asked twice"
     opened, change = build_method(living).live(engine, again, 4)
-    assert change.opened and not any(map(apart, engine.members)) and not opened.report["asked"]
+    waiting = sum(sum(sizes_apart(member)) for member in engine.members)
+    assert change.opened and not opened.report["asked"] and waiting < living.living.least, "for more of their kind"
     engine.detach()
 
 
@@ -150,9 +151,7 @@ def test_nobody_is_asked_about_an_expert_that_cannot_open(living, backbone):
         _, change = method.live(engine, method.prepare(engine), 1)
         engine.detach()
         far = [bucket for bucket in change.placed if bucket.distance > change.limit]
-        told = [
-            line for line in said if "although far: a new one has too few rows (living.least) or no room" in line
-        ]
+        told = [line for line in said if "although far: there is no room for a new one" in line]
         assert far and {line.split(" rows of ")[1].split()[0] for line in told} == {b.client for b in far}
         placed[notice] = [bucket.expert for bucket in change.placed]
     assert placed["ask"] == placed["open"] and min(placed["ask"]) >= 0
@@ -302,7 +301,7 @@ class Leaving:
 
 def test_rows_that_return_after_their_expert_has_closed_open_it_again(living, backbone):
     """The only client with sums loses them, and waits without any row until they are back."""
-    engine = make_engine(changed(living, living={"retire": 1}), backbone)
+    engine = make_engine(changed(living, living={"retire": 1, "least": 4}), backbone)
     for client in engine.members:
         texts = [backbone.tokenizer.decode(e.ids) for e in client.data.examples]
         client.data = client.data.part(np.flatnonzero([("finds" in text) == (client.index == 2) for text in texts]))
@@ -362,3 +361,32 @@ def test_what_was_familiar_stays_so_until_an_expert_opens_that_nobody_can_tell_f
     assert (familiar[3] > 0.9) == known, "with the rows that are left alone moods are strange"
     assert any("count as strange from now on" in line for line in said) != known
     assert torch.equal(states[1].known, states[0].known) and not torch.equal(states[2].known, states[1].known)
+
+
+@pytest.mark.parametrize("silent", ["one", "all"])
+def test_a_client_that_does_not_say_what_is_familiar_loses_nothing(living, backbone, silent):
+    """Sums come, and the only client with moods does not answer the question that follows, or nobody does."""
+    config = changed(living, router={"training": "chosen", "familiar": 0.95}, data={"train": 60})
+    engine, method = make_engine(config, backbone), build_method(config)
+    kinds = [[backbone.tokenizer.decode(e.ids) for e in client.data.examples] for client in engine.members]
+    moods, sums = ([np.array([word in text for text in own]) for own in kinds] for word in ("review", "finds"))
+    alone = max(range(3), key=lambda i: moods[i].sum())
+    known = engine.members[alone].data.features[torch.from_numpy(moods[alone])]
+    for i, client in enumerate(engine.members):
+        client.data = client.data.part(np.flatnonzero(~sums[i] if i == alone else ~moods[i]))
+        if i != alone:
+            client.feed = Arriving(client, np.flatnonzero(~sums[i][~moods[i]]))
+            client.data = client.feed.data(0)
+    before, replies = method.prepare(engine), engine.replies
+
+    def some(step, asked, question):
+        quiet = {alone, *(range(3) if silent == "all" else ())} if step.name == "moments" else set()
+        return replies(step, [one for one in asked if one.member.index not in quiet], question)
+
+    engine.replies = some
+    after, change = method.live(engine, before, 1)
+    engine.detach()
+    assert change.opened and len(known) > 20
+    familiar = [float(state.weights(known).any(1).float().mean()) for state in (before, after)]
+    assert min(familiar) > 0.9 and after.router.axes, "and the router still knows what is strange"
+    assert torch.equal(before.known, after.known) == (silent == "all")

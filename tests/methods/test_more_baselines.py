@@ -13,8 +13,9 @@ from fedweave.experts.layout import AdapterLayout
 from fedweave.federation.client import Client
 from fedweave.federation.rounds import federate, one_round
 from fedweave.methods import build_method
-from fedweave.methods.several import nearest_router
+from fedweave.methods.several import by_share, nearest_router
 from fedweave.methods.single import refactored
+from fedweave.router.mlp import RouterLayout
 from fedweave.settings import to_tree
 from fedweave.training.batch import ClientData
 from tests.federations import make_engine, run, with_method
@@ -180,6 +181,13 @@ def test_the_nearest_centre_is_what_the_router_picks():
     router, phi = nearest_router(centres)
     expected = torch.cdist(points, centres).argmin(1)
     assert torch.equal(router.route(phi, points).argmax(1), expected) and len(expected.unique()) == 5
+
+
+def test_adapters_that_nobody_took_have_equal_weights():
+    router = RouterLayout(4, 1, 3)
+    for taken, expected in (([1.0, 3.0, 0.0], [0.25, 0.75, 0.0]), ([0.0] * 3, [1 / 3] * 3)):
+        weights = router.route(by_share(router, torch.tensor(taken)), torch.randn(2, 4))
+        assert torch.allclose(weights, torch.tensor([expected] * 2), atol=1e-6)
 
 
 def test_fedrouter_trains_one_bucket_a_round_with_its_own_expert(config, backbone):

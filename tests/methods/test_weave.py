@@ -9,7 +9,11 @@ import torch.nn.functional as F
 
 from fedweave.config import Config, from_tree, load_config
 from fedweave.errors import UserError
+from fedweave.federation.admission import Door, Receipts
+from fedweave.federation.message import Message
 from fedweave.federation.rounds import federate
+from fedweave.federation.state import router_facts
+from fedweave.federation.steps import Asked
 from fedweave.methods import build_method, relabel
 from fedweave.settings import to_tree
 from fedweave.training.narrow import Narrow
@@ -40,6 +44,21 @@ def woven(config) -> Config:
 def prepared(config, backbone):
     engine, method = make_engine(config, backbone), build_method(config)
     return engine, method, method.prepare(engine)
+
+
+def test_no_client_counts_more_prompts_for_the_experts_than_it_has(woven, backbone):
+    """Each of its examples is one expert's, so that none speaks for all of them with everything."""
+    engine, method, state = prepared(woven, backbone)
+    member = engine.members[0]
+    question = Message({"phi": state.phi[0]}, {"t": 0, **router_facts(state.router)})
+    asked, said = Asked(member, question, engine.layers, engine.width), []
+    ((_, sent),) = engine.replies(method.relabel, [asked], question)
+    greedy = [len(member)] * state.layout.experts
+    for counts in (sent.facts["counts"], greedy):
+        door = Door(woven, method.relabel, [asked], engine.identity, engine.device, Receipts())
+        door.admit(member, Message(sent.tensors, sent.facts | {"counts": counts}), said.append)
+    engine.detach()
+    assert len(said) == 1 and "it counts more prompts than it has" in said[0]
 
 
 def test_experts_start_at_zero_alike_and_the_shared_part_has_an_a_of_its_own(woven, backbone):

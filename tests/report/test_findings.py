@@ -124,6 +124,10 @@ CASES = {  # finding -> (fires, keeps quiet)
         {"summary": outcome(routing={"a": [0.9, 0.1], "b": [0.8, 0.2]}), "discovery": discovery(2)},
         {"summary": outcome(routing={"a": [1.0], "b": [1.0]}), "discovery": discovery(1)},
     ),
+    "without_expert": (
+        {"summary": outcome(routing={"a": [0.9, 0.1], "b": [0.2, 0.1]})},
+        {"summary": outcome(routing={"a": [0.9, 0.1], "b": [0.3, 0.6]})},
+    ),
     "went_back": (
         {"events": [{"event": "setback", "round": 5, "best_round": 3, "pace": 0.5, "ended": False}]},
         {"events": validations(1.0)},
@@ -185,6 +189,15 @@ def test_good_news_is_told_too(record):
     }  # fmt: skip
     costly = findings(record(summary=outcome(sparse=1.3, soft=1.0), discovery=discovery(2)))
     assert [f.level for f in costly] == ["warning"] and "+30%" in costly[0].text
+
+
+def test_no_expert_is_named_for_a_task_whose_prompts_are_strange(record):
+    """B's prompts get no weight: it does not share the first expert with A, and has none of its own either."""
+    routing = {"a": [0.9, 0.1], "b": [0.0, 0.0], "c": [0.1, 0.9]}
+    run = record(summary=outcome(routing=routing), discovery=discovery(2), manifest={"tasks": {"b": "Sums"}})
+    found = {f.title: f.text for f in findings(run)}
+    assert "Sums (100%)" in found["Tasks that no expert answers"] and "Tasks share an expert" not in found
+    assert "Every task has its own expert" not in found
 
 
 @pytest.mark.parametrize(

@@ -5,8 +5,15 @@ import os
 import threading
 import time
 
+import pytest
+
 from fedweave.cli import main
+from fedweave.console import Console
+from fedweave.errors import UserError
+from fedweave.federation.engines.flower.tasks import Runtime
 from fedweave.report.live import render, seconds_left, sparkline
+from fedweave.runs import federated
+from fedweave.runs.folder import RunFolder
 from fedweave.runs.live import LiveProgress
 from fedweave.runs.reading import read_run
 from tests.helpers import read_json, wait_for
@@ -54,6 +61,37 @@ def test_a_stopped_federation_is_resumed_by_its_server(record):
 
 def test_sparkline():
     assert sparkline([3.0, 2.0, 1.0]) == "█▅▁" and sparkline([1.0, 1.0]) == "▁▁"
+
+
+def test_a_run_that_diverged_is_shown():
+    nan, inf = float("nan"), float("inf")
+    assert sparkline([3.0, nan, 2.0, inf, 1.0]) == "█×▅×▁" and sparkline([nan, nan]) == "××"
+
+
+def test_a_loss_that_is_no_number_stands_in_the_table(record):
+    events = [
+        {"event": "validation", "round": t, "loss": x, "tasks": {"sum": x}, "router_entropy": None}
+        for t, x in enumerate([2.0, 1.5, float("nan")])
+    ]
+    shown = render(record(events=events, manifest={"tasks": {"sum": "Sums"}}))
+    assert "Sums             2.000  1.500  nan" in shown and shown.count("×") == 1
+
+
+def test_a_federation_goes_on_before_any_site_is_there(config, says, tmp_path, monkeypatch):
+    """Its server may load a model and wait for hours before there is anything else to see."""
+    run, console = RunFolder.create(tmp_path / "run", config, {"source": "sample", "seed": 1}), Console(quiet=True)
+
+    def look(runtime):
+        console.on_progress("sites here", 1, 2)
+        raise UserError(says("watch", run.path, "--once"))
+
+    monkeypatch.setattr("fedweave.runs.live._PAUSE", 0.0)
+    monkeypatch.setattr(federated, "submit", look)
+    with pytest.raises(UserError, match=r"(?s)· running .*now: sites here, 1 of 2"):
+        federated._execute(run, config, Runtime("here"), console, None)
+    console.on_progress("of another run", 0, 1)
+    shown = says("watch", run.path)
+    assert "· stopped" in shown and "another run" not in shown, "this process is alive, and no longer at it"
 
 
 def test_no_run_is_one_sentence(tmp_path, complains):

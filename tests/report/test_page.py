@@ -197,6 +197,7 @@ def test_runs_of_one_adapter_have_a_page_too(tiny_copy):
     ("arguments", "word"),
     [
         (["nowhere"], "neither a run folder"),
+        (["broken/config.yaml"], "neither a run folder"),
         (["RUN", "--output", "page.pdf"], "must end in .html"),
         (["RUN", "RUN2"], "--output"),
         (["RUN2"], "damaged"),

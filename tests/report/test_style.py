@@ -8,7 +8,7 @@ from fedweave.report.style import Picture, canvas, legend
 @pytest.mark.parametrize(
     "names", [["a", "b"], [f"fedweave, alpha = 0.{i}, {'a setting, ' * 9}" for i in range(12)]]
 )
-@pytest.mark.filterwarnings("error")  # matplotlib warns where no room is left for a plot
+@pytest.mark.filterwarnings("error::UserWarning")  # matplotlib warns where no room is left for a plot
 def test_a_legend_leaves_the_plot_its_room(names):
     figure, ax = canvas()
     for name in names:

@@ -1,5 +1,8 @@
 """A run that notices: back to the best state at half of the rates, and an end where that does not help."""
 
+import math
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -8,6 +11,7 @@ from fedweave.federation.rounds import federate
 from fedweave.methods import build_method
 from fedweave.runs.course import BACK, BETTER, END, HALVINGS, ON, ended, follow, judge, rounds_left
 from fedweave.runs.folder import Progress, RunFolder
+from fedweave.runs.run import RunContext
 from fedweave.training.lockstep import LaneGroup
 from tests.federations import changed, make_engine
 from tests.helpers import events, read_json
@@ -26,6 +30,12 @@ class Recorder:
 
     def go_back(self, private):
         self.went_back += 1
+
+
+def test_any_loss_is_better_than_one_that_is_no_number():
+    for before, loss, expected in ((math.nan, 9.0, True), (math.nan, math.nan, False), (1.0, math.nan, False)):
+        progress = Progress(None, 1, None, 0, before, 0.0)
+        assert RunContext.better(None, {"loss": loss}, progress) is expected
 
 
 def verdicts(losses, patience, state, first=10.0):
@@ -57,6 +67,16 @@ def test_it_ends_where_halving_has_not_helped(state):
     assert found == [ON, BACK] * HALVINGS + [ON, END]
     assert ended(progress) and progress.state.pace == 0.5**HALVINGS
     assert list(rounds_left(progress, 100)) == []
+
+
+def test_going_back_forgets_nothing_of_the_clients(state):
+    """Else one in quarantine would be asked again, and one that counts nothing be believed."""
+    progress = Progress(state, 1, state, 0, 1.0, 0.0)
+    known = {"norms": {"experts": [1.0]}, "standing": {"a": -1.0}, "doubts": {"a": 2}, "bucket_doubts": {"b": [1]}}
+    progress.state = replace(state, theta=state.theta + 1, **known)
+    follow(progress, BACK, Recorder())
+    assert torch.equal(progress.state.theta, state.theta) and progress.state.pace == 0.5
+    assert {name: getattr(progress.state, name) for name in known} == known
 
 
 def test_without_patience_nothing_happens_and_a_loss_that_is_no_number_is_no_gain(state):

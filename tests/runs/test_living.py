@@ -103,6 +103,19 @@ def test_everything_copes_with_experts_that_opened(tiny_run, tmp_path, says):
     assert opened in says("watch", run, "--once")
 
 
+def test_a_run_that_ends_with_fewer_experts_than_it_began_with_has_a_report_and_goes_on(tiny_copy, tmp_path, says):
+    """Nobody feeds the expert for moods any more; sums wait for the operator."""
+    asking = [item for item in OPENING if not item.startswith("living.notice")]
+    run, page = tiny_copy(*asking, "living.notice=ask", "living.retire=1"), tmp_path / "report.html"
+    last = events(run, "change")[-1]
+    assert last["retired"] and last["experts"] < read_json(run / "discovery.json")["experts"]
+    says("report", run, "--output", page)
+    for told in ("was retired: nobody fed it", "Rows wait for your word", "living.notice=open training.rounds=6"):
+        assert told in page.read_text()
+    assert main(["resume", str(run), "living.notice=open", "training.rounds=6", "--quiet"]) == 0
+    assert events(run, "change")[-1]["opened"]
+
+
 def test_the_timeline_knows_every_expert_whatever_its_number(tiny_run):
     """Numbers move up when experts close; a life keeps the one that it opened with."""
     run = read_run(tiny_run(*OPENING))

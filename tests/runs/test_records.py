@@ -48,6 +48,8 @@ def test_progress_tells_running_finished_and_stopped_apart(tmp_path):
     live.round_done()
     assert read_live(tmp_path)["state"] == "running" and len(read_live(tmp_path)["round_seconds"]) == 1
     again = LiveProgress(tmp_path, 5)
+    again.phase("loading", 0, 1)  # a look before the first round finds that the run goes on
+    again.begin()
     again.begin_rounds(1)  # resumed: the first round's time is kept
     again.round_done()
     assert len(read_live(tmp_path)["round_seconds"]) == 2

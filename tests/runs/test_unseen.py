@@ -60,6 +60,12 @@ def test_buckets_experts_and_routing_are_audited_by_kind_too(finished):
     assert set(summary["test"]["unseen"]["decided"]) == {"copies", "opinions"}
 
 
+def test_kinds_are_audited_of_those_who_take_part(tiny_run, benchmark):
+    absent = tiny_run(*benchmark, "attack.kind=absent", "attack.clients=0.4")
+    discovery = read_json(absent / "discovery.json")
+    assert len(discovery["clients"]) == 2 and 0 < discovery["kind_audit"]["global"]["purity"] <= 1
+
+
 def test_the_run_and_its_report_say_it(finished, tmp_path, small, benchmark, capsys):
     assert main(["run", "quickstart", *small, *benchmark, f"output={tmp_path / 'again'}"]) == 0
     said = capsys.readouterr().err

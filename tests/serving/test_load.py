@@ -4,14 +4,19 @@ import asyncio
 import json
 import subprocess
 import sys
+from dataclasses import replace
 
 import openai
 import psutil
 import pytest
 
 from fedweave.data.sample import make_sample
+from fedweave.inference.sampling import Sampling
+from fedweave.serving.jobs import Job
+from fedweave.serving.local import LocalBackend
+from fedweave.serving.protocol import ApiError
 from tests.helpers import command, users_environment
-from tests.serving.conftest import ask, process
+from tests.serving.conftest import LIMITS, ask, process
 
 CLIENTS = 64
 
@@ -79,3 +84,20 @@ def test_the_default_model(tmp_path):
         memory = check(url, server, expected, 24, waves=3)
     print("memory after each wave, MiB:", [round(m) for m in memory])
     assert memory[2] - memory[0] < 0.02 * memory[0]
+
+
+def test_who_has_hung_up_keeps_nobody_out_of_the_queue(model):
+    """While all rows are taken nobody leaves the queue by itself."""
+    backend = LocalBackend(model, replace(LIMITS, max_queue=2))  # its thread rests: nothing is answered
+    job = Job(model.backbone.prompts.encode_prompts(["How many?"])[0], Sampling())
+
+    async def come_and_go() -> None:
+        gone = backend.submit([job, job])
+        with pytest.raises(ApiError, match="the queue is full"):
+            backend.submit([job])
+        for answering in gone:
+            answering.cancel()
+        backend.submit([job, job])
+
+    asyncio.run(come_and_go())
+    assert backend.waiting == 2

@@ -26,6 +26,14 @@ def test_models(server, twin):
     assert server.client().models.retrieve("expert_0").id == "expert_0"
 
 
+def test_nobody_is_told_where_the_backbone_lies(server, twin):
+    folder = twin.backbone.name
+    assert folder.startswith("/")
+    for page in ("health", "v1/models"):
+        told = httpx.get(f"{server.url}/{page}").text
+        assert folder not in told and folder.rsplit("/", 1)[1] in told
+
+
 def test_a_chat_answer_is_the_models_own(server, twin):
     for prompt in PROMPTS:
         expected = twin.generate([prompt], max_new_tokens=12)[0]
@@ -222,10 +230,11 @@ def test_a_client_that_hangs_up_frees_its_row(model, twin, stream):
         server.backend.batch.advance = held
         url, body = f"{server.url}/v1/chat/completions", ask(PROMPTS[0], max_tokens=300, stream=stream)
         for _ in range(2):
+            before = len(steps)
             if stream:
                 with httpx.stream("POST", url, json=body, timeout=120) as response:
                     next(response.iter_lines())
-                    assert server.backend.running > 0
+                    wait_for(lambda: len(steps) >= before + 2, "its second step")  # noqa: B023
             else:
                 with pytest.raises(httpx.ReadTimeout):
                     httpx.post(url, json=body, timeout=httpx.Timeout(120, read=0.3))

@@ -2,6 +2,7 @@
 
 import copy
 import math
+import weakref
 from types import SimpleNamespace
 
 import numpy as np
@@ -305,6 +306,36 @@ def test_running_out_of_memory_halves_the_group_says_so_and_remembers(backbone, 
     mixture.detach()
     for mine, theirs in zip(results, expected, strict=True):
         assert torch.equal(mine.delta_theta, theirs.delta_theta)
+
+
+def test_room_is_made_once_nothing_of_the_attempt_is_held(backbone, monkeypatch):
+    """A traceback would keep the tensors of the step that failed; and its steps are counted once."""
+    layout, router = setup(backbone)
+    lanes = make_lanes(backbone, layout, router, clients=3, steps=4)
+    trainer, mixture = make_trainer(backbone, layout, router)
+    real, held, advanced = trainer._train_group, [], []
+
+    def tight(group, on_step):
+        batch = torch.zeros(3)
+        held.append(weakref.ref(batch))
+        if len(group) > 2:
+            on_step(len(group))
+            raise torch.OutOfMemoryError("no room")
+        assert all(result() is None for result in results), "nor results that were handed on"
+        return real(group, on_step)
+
+    def make_room(lanes, real=trainer._make_room):
+        assert held[-1]() is None
+        real(lanes)
+
+    results: list = []
+    monkeypatch.setattr(trainer, "_train_group", tight)
+    monkeypatch.setattr(trainer, "_make_room", make_room)
+    for result in trainer.train(lanes, 3, advanced.append):
+        results.append(weakref.ref(result))
+        del result
+    mixture.detach()
+    assert len(held) == 3 and sum(advanced) == 3 * 4 and not trainer._turns
 
 
 def test_a_lane_that_does_not_fit_alone_runs_its_layers_again(backbone, monkeypatch):

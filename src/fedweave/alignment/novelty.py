@@ -22,6 +22,8 @@ from scipy.spatial.distance import squareform
 
 from fedweave.alignment.align import signature_distance
 
+MOSTLY = 0.5  # share of a bucket's prompts that are strange, beyond which the bucket is
+
 
 def own_distances(distance: np.ndarray, labels: Sequence[int]) -> list[float]:
     """How far each aligned bucket lies from the others of its expert on average, ascending; distance [P, P].
@@ -47,7 +49,7 @@ def novel(distance: np.ndarray, strange: Sequence[float], own: Sequence[float], 
     """Which buckets are of no known kind, [n] bool: from their distances to the nearest expert, [n], and the share
     of each one's prompts that the router takes for strange."""
     usual = float(np.median(own)) if len(own) else math.inf
-    return (distance > limit) | ((np.asarray(strange) > 0.5) & (distance > usual))
+    return (distance > limit) | ((np.asarray(strange) > MOSTLY) & (distance > usual))
 
 
 def alike(means: np.ndarray, own: Sequence[float], born: Sequence[int]) -> tuple[int, int] | None:

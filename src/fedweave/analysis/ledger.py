@@ -41,12 +41,12 @@ def traffic_table(budget: Budget) -> str:
 
 def discovery_lines(once: Discovery) -> str:
     lines = [
-        f"once, for a client with {once.buckets:g} buckets:",
+        f"once, for a client with {once.buckets:.3g} buckets:",
         f"  signatures   {once.signature_numbers:,} numbers, {size(once.signature_bytes)} a bucket, "
         f"{size(once.client_bytes)} in all",
         f"  adapters     {size(once.adapter_bytes)} a bucket (A and B, from which the experts start; the paper "
         "counts B alone)",
-        f"  warmup       {once.warmup_steps:g} steps beside {once.training_steps} of training: "
+        f"  warmup       {round(once.warmup_steps, 1):g} steps beside {once.training_steps} of training: "
         f"{once.warmup_ratio:.1%}",
     ]
     if once.warm_start_bytes:

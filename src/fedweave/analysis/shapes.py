@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from fedweave.backbone.announced import in_gguf, skeleton
+from fedweave.backbone.catalog import on_hub
 from fedweave.backbone.decoder import FAMILIES
 from fedweave.backbone.quantised import predicted_bytes
 from fedweave.backbone.targets import linear_layers
@@ -80,6 +81,11 @@ def _config(name: str, revision: str | None) -> PretrainedConfig:
         return AutoConfig.for_model(settings.pop("model_type"), tie_word_embeddings=True, **settings)
     if path.suffix == ".gguf" and not path.is_file():
         raise UserError(f"{name}: there is no such GGUF file.")
+    if path.suffix != ".gguf" and not path.is_dir() and not on_hub(name):  # the hub would be asked for a minute
+        raise UserError(
+            f"{name} is no run, recipe, model folder or .gguf file, and no hub id of the form owner/name; built in "
+            f"are {', '.join(BUILT_IN)}."
+        )
     try:
         if path.suffix == ".gguf":
             in_gguf(path)  # nothing in it is larger than the file

@@ -92,8 +92,7 @@ def _bytes(run: RunRecord, budget: Budget, shape: ModelShape, experts: int, serv
         Spent("sent by clients", "bytes", everyone * sum(u for u, _ in each), up or None, note),
         Spent("sent to clients", "bytes", everyone * sum(d for _, d in each), down or None, note),
     ]
-    if run.changes:  # nobody can predict what comes
-        between = sum(sum(event[way].values()) for event in run.changes for way in ("bytes_up", "bytes_down"))
+    if between := run.between_rounds:  # nobody can predict what comes
         found.append(Spent("between rounds", "bytes", None, between, "what changed; both directions"))
     return found
 

@@ -66,7 +66,7 @@ def locate(model: str, revision: str | None, stored: bool = False) -> Located:
         if not (path / "config.json").is_file():
             raise UserError(f"backbone.model={model} is a folder without config.json, so no model lies there.")
         return Located(str(path))
-    if model.startswith((".", "/", "~")) or model.count("/") != 1:
+    if not on_hub(model):
         raise UserError(
             f"backbone.model={model} is neither a folder, a .gguf file nor a hub id of the form owner/name."
         )
@@ -82,8 +82,13 @@ def _of_gguf(path: Path, note: str, stored: bool) -> Located:
 def public_name(model: str) -> str:
     """What others can call a backbone: a hub id as it is, of a path only its last part, which is no secret."""
     path = Path(model).expanduser()
-    local = path.suffix == ".gguf" or path.is_dir() or model.startswith((".", "/", "~")) or model.count("/") != 1
+    local = path.suffix == ".gguf" or path.is_dir() or not on_hub(model)
     return path.resolve().name if local else model
+
+
+def on_hub(model: str) -> bool:
+    """Whether the hub could know it by this name, unless a file or a folder has it."""
+    return model.count("/") == 1 and not model.startswith((".", "/", "~"))
 
 
 def other_weights(model: str) -> str:

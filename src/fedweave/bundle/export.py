@@ -29,7 +29,7 @@ from fedweave.bundle.adapter import check_adapter, compare, probe, write_adapter
 from fedweave.bundle.card import Origin, how_a_prompt_looks, merged_card, model_card, soft_card
 from fedweave.bundle.tokens import write_tokenizer
 from fedweave.description.record import Experts, write_experts
-from fedweave.errors import UserError
+from fedweave.errors import UserError, first_line
 from fedweave.files import atomic_folder, files_sha256
 from fedweave.inference.model import FedWeaveModel
 from fedweave.json_files import write_json
@@ -164,8 +164,12 @@ def new_folder(target: Path) -> Iterator[Path]:
         with atomic_folder(target, shared=True) as partial:
             yield partial
             _share(partial)
-    except OSError as error:
-        raise UserError(f"{target} cannot be written: {error.strerror or error}.") from error
+    except Exception as error:  # tokenizers has nothing narrower for a full disk
+        if not isinstance(error, OSError) and "os error" not in str(error):
+            raise
+        raise UserError(
+            f"{target} cannot be written: {getattr(error, 'strerror', None) or first_line(error)}."
+        ) from error
 
 
 def _name_again(file: Path, name: Path) -> None:

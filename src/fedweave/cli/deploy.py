@@ -56,12 +56,14 @@ def _federate(arguments: argparse.Namespace, console: Console) -> None:
 
 
 def _site(arguments: argparse.Namespace, console: Console) -> None:
-    from fedweave.federation.site.settings import load_site
+    from fedweave.federation.site.settings import check_link, load_site
 
     if "=" in arguments.recipe:
         arguments.overrides.insert(0, arguments.recipe)
         arguments.recipe = "quickstart"
     site = load_site(arguments.file)
+    if arguments.what != "work":  # who starts the SuperNode of a worker alone has its key
+        check_link(site.superlink)
     if not site.backbone.download:
         os.environ.setdefault("HF_HUB_OFFLINE", "1")
     if arguments.what == "check":

@@ -33,6 +33,9 @@ def compare(
     """Run (or finish) comparisons, each into its own folder; returns their tables as Markdown. ``record`` is a file
     that gets every finished cell in short; what stands in it is finished."""
     processes = world()
+    for folder in outputs:
+        if folder.exists() and not folder.is_dir():
+            raise UserError(f"--output {folder} is a file; name a folder.")
     kept = None if record is None else Record(record)  # a file that is something else shows before anything runs
     comparisons = {name: load_comparison(name, overrides, best_of) for name in names}
     folders = dict(zip(names, outputs, strict=True))
@@ -50,7 +53,8 @@ def compare(
     if left:
         console.warn(f"{minutes:g} minutes are up with {left} cells to go; the same command goes on with them.")
     if not any(texts) and not taken and (processes is None or processes.rank == 0):
-        raise UserError("no cell of the comparison finished.")
+        why = next((f": {failure}" for one in outcomes.values() for failure in one.failures), ".")
+        raise UserError(f"no cell of the comparison finished{why}")
     return "\n".join(
         f"## {name}\n\n{text}" if len(names) > 1 else text for name, text in zip(names, texts, strict=False)
     )

@@ -20,6 +20,7 @@ from fedweave.schema import ConfigTree, Summary
 from fedweave.settings import read_yaml, to_tree
 
 COMPARISONS = RECIPES / "compare"
+_SECTIONS = ("axes", "set", "per")
 _KEYS = ["like", "recipe", "axes", "set", "per", "best_of", "tables", "ours"]
 
 
@@ -55,7 +56,7 @@ class Cell:
         name = self.folder.name
         for number in count(2):
             lies = self.folder / "config.yaml"
-            if not lies.is_file() or _identity(to_tree(load_config(lies))) == self.identity:
+            if not lies.is_file() or _identity_of(lies) == self.identity:
                 break
             self.folder = self.folder.with_name(f"{name} ({number})")
 
@@ -68,6 +69,14 @@ class Cell:
 
 def _identity(config: ConfigTree) -> str:
     return json.dumps({**config, "output": None}, sort_keys=True)
+
+
+def _identity_of(path: Path) -> str:
+    """What lies in a folder; no cell is what this version cannot read."""
+    try:
+        return _identity(to_tree(load_config(path)))
+    except UserError:
+        return ""
 
 
 def _completed(config: ConfigTree) -> ConfigTree:
@@ -92,12 +101,13 @@ def load_comparison(name: str, overrides: Sequence[str], best_of: str | None) ->
         for condition, changes in (tree.get("per") or {}).items()
         for key, value in changes.items()
     ]
-    asked = set()  # what the command line sets for all cells
+    asked, conditions = set(), []  # what the command line sets for all cells, and for which alone
     for item in overrides:
         condition, colon, change = item.partition(":")
         if colon and "=" in condition and "=" in change:  # method=fedit:training.lr=3e-4
             key, _, value = change.partition("=")
             own.append((condition, key, value, _several(value)))
+            conditions.append(condition)
             continue
         key, _, value = item.partition("=")
         asked.add(key)
@@ -120,10 +130,17 @@ def load_comparison(name: str, overrides: Sequence[str], best_of: str | None) ->
                 found.ranges.setdefault(condition, {})[key] = values
         else:
             found.per.setdefault(condition, []).append(f"{key}={value}")
+    there = {
+        f"{key}={v}" for some in (axes, *found.ranges.values()) for key, values in some.items() for v in values
+    }
+    if missed := next((condition for condition in conditions if condition not in there), None):
+        raise UserError(
+            f"no cell has {missed}, for which the command line sets more: {nearest(missed, sorted(there))}"
+        )
     return found
 
 
-def _read(name: str) -> dict[str, Any]:
+def _read(name: str, above: tuple[str, ...] = ()) -> dict[str, Any]:
     """The file of a comparison, with what it takes from the one that it is like; a recipe is one without axes."""
     path = Path(name) if name.endswith((".yaml", ".yml")) else COMPARISONS / f"{name}.yaml"
     tree: dict[str, Any] = read_yaml(read_text(path), str(path)) if path.is_file() else {}
@@ -136,13 +153,36 @@ def _read(name: str) -> dict[str, Any]:
     if unknown:
         hint = nearest(sorted(unknown)[0], _KEYS)
         raise UserError(f"{path}: unknown key {sorted(unknown)[0]!r}: {hint}")
+    tree = _checked(tree, path)
     if (like := tree.pop("like", None)) is None:
+        if not tree.get("recipe"):
+            raise UserError(
+                f"{path}: recipe is missing; it names what all cells begin with, as in recipe: quickstart."
+            )
         return tree
-    base = _read(str(like))
+    if like in above:
+        raise UserError(f"{path}: it is like {like}, which is like itself.")
+    base = _read(like, (*above, like))
     merged = {key: {**base.get(key, {}), **tree.get(key, {})} for key in ("axes", "set", "per")}
     for condition, changes in base.get("per", {}).items():
         merged["per"][condition] = {**changes, **tree.get("per", {}).get(condition, {})}
     return {**base, **tree, **merged}
+
+
+def _checked(tree: dict[str, Any], path: Path) -> dict[str, Any]:
+    """A comparison's file, once everything in it is of its kind."""
+    found = {**tree, **{key: tree.get(key) or {} for key in _SECTIONS}}
+    wrong = [key for key in _SECTIONS if not isinstance(found[key], dict)]
+    wrong += [key for key, value in found.items() if key not in _SECTIONS and not isinstance(value, str | None)]
+    wrong = wrong or [f"per.{name}" for name, changes in found["per"].items() if not isinstance(changes, dict)]
+    if wrong:
+        kind = "keys and values" if wrong[0].split(".")[0] in _SECTIONS else "a name"
+        raise UserError(f"{path}: {wrong[0]} must hold {kind}.")
+    if few := next(
+        (key for key, values in found["axes"].items() if not (isinstance(values, list) and values)), None
+    ):
+        raise UserError(f"{path}: axes.{few} must be a list of values, as in [one, two].")
+    return found
 
 
 def _several(text: str) -> list | None:
@@ -162,7 +202,7 @@ def cells(comparison: Comparison, output: Path) -> list[Cell]:
         overrides = [
             *comparison.settings,
             *own,
-            *(f"{key}={json.dumps(value) if isinstance(value, bool) else value}" for key, value in values.items()),
+            *(f"{key}={value if isinstance(value, str) else json.dumps(value)}" for key, value in values.items()),
             f"output={folder}",
         ]
         grid.append(Cell(values, load_config(comparison.recipe, overrides), folder))

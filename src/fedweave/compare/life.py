@@ -26,12 +26,12 @@ class LifeCourse(Life):
 
 
 def with_life(summary: Summary, cell: Cell) -> Summary:
-    """A run's summary with what its log says of its changes, where it had any."""
-    if not cell.config.data.changes:
+    """A run's summary with what its log says of its changes, where it had any; sites of Flower tell no kinds."""
+    run = read_run(cell.folder) if cell.config.data.changes else None
+    if run is None or not any("tasks" in event for event in run.validations):
         return summary
-    run = read_run(cell.folder)
     came, stayed = kinds(cell.config, summary)
-    losses = {str(event["round"]): event.get("tasks", {}) for event in run.validations}
+    losses = {str(event["round"]): event["tasks"] for event in run.validations if "tasks" in event}
     return {**summary, "life": {
         "came": came,
         "opened": [event["round"] for event in run.changes for _ in event["opened"]],

@@ -8,13 +8,13 @@ backbones; none is ever replaced by another.
 import json
 from itertools import count
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, TypedDict, cast
 
 from fedweave.compare.grid import Cell
 from fedweave.config import Config
 from fedweave.errors import UserError
 from fedweave.files import write_atomic
-from fedweave.json_files import read_json
+from fedweave.json_files import misfit, read_json
 from fedweave.runs.lock import Busy, locked
 from fedweave.runs.text import FEW_TASKS
 from fedweave.schema import Summary
@@ -27,6 +27,15 @@ _MEASURED = (
     "rounds", "clients", "examples", "train_tokens", "buckets", "experts", "parameters", "trained_parameters",
     "validation", "communication", "privacy", "audit", "kind_audit", "ended_early", "life", "notes",
 )  # fmt: skip
+
+
+class _Entry(TypedDict):
+    """What is read of a cell, at least."""
+
+    settings: dict[str, Any]
+    model: str
+    test: dict[str, Any]
+    commit: str | None
 
 
 class Record:
@@ -62,14 +71,13 @@ class Record:
     def _read(self) -> None:
         mend = "name another file in --record"
         self._content: dict[str, Any] = read_json(self.path, dict, mend) or {"cells": {}}
-        if not isinstance(self._content.get("cells"), dict):
+        parts = [self._content.get("cells"), *(self._content.get(key) or {} for key in ("defaults", "environment"))]
+        if not all(isinstance(part, dict) for part in parts):
             raise UserError(f"{self.path} is no file of cells; {mend}.")
         # A cell says what differs from the defaults of the file: a default that changes later changes no cell.
-        self._defaults: Tree = {**flatten(to_tree(Config())), **self._content.get("defaults", {})}
+        self._defaults: Tree = {**flatten(to_tree(Config())), **(self._content.get("defaults") or {})}
         self._known = {
-            _identity(entry, self._defaults): entry
-            for entry in self._content["cells"].values()
-            if "settings" in entry  # older ones do not say what they are
+            _identity(entry, self._defaults): entry for entry in self._content["cells"].values() if _whole(entry)
         }
 
     def _put(self, cell: Cell, summary: Summary) -> bool:
@@ -80,7 +88,7 @@ class Record:
         for number in count(1):
             name = f"{study}/{cell.folder.name}" + (f" ({number})" if number > 1 else "")
             old = cells.get(name)
-            if old is None or ("settings" in old and _identity(old, self._defaults) == identity):
+            if old is None or (_whole(old) and _identity(old, self._defaults) == identity):
                 break
         cells[name] = self._known[identity] = entry
         return old == entry
@@ -94,7 +102,10 @@ class Record:
             for key, value in flatten(to_tree(config)).items()
             if value != self._defaults[key] and key not in _PLACES
         }
-        varied = {key: Path(str(value)).name for key, value in cell.values.items() if key in _PLACES}
+        # rows of one's own are known by the name of where they lie, unless they have another
+        own = config.data.source in ("jsonl", "tasks") and config.data.name is None
+        named = {"data.path": config.data.path} if own else {}
+        varied = {key: Path(str(v)).name for key, v in (named | cell.values).items() if key in _PLACES}
         return {
             "set": config.data.name or config.data.source,
             "method": config.method,
@@ -114,6 +125,11 @@ class Record:
             "evaluation.every": config.evaluation.every,
             "settings": settings | ({"places": varied} if varied else {}),
         }  # fmt: skip
+
+
+def _whole(entry: object) -> bool:
+    """Whether a cell says what it is and what came out: those of earlier versions do not."""
+    return not misfit(entry, _Entry)
 
 
 def _identity(entry: dict[str, Any], defaults: Tree) -> str:

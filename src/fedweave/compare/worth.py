@@ -60,5 +60,8 @@ def _cell(run: RunRecord, method: str, model: str | None) -> Cell:
         "finish": [],
     }
     tree["evaluation"] |= {"compare_routings": False, "score_rounds": False, "untouched": False, "last": False}
+    # references open no experts, a client alone has no sums, and a simulation has the same ones without masks
+    tree["living"] |= {"notice": "off"}
+    tree["federation"] |= {"secure_aggregation": False}
     tree["backbone"] |= {} if model is None else {"model": model}
     return Cell({"method": method}, from_tree(tree), folder)

@@ -63,7 +63,10 @@ def _deal(config: Config, found: TaskFolder, notes: list[str]) -> FederatedData:
     )
     rows, later = hold_back(changes, rows, config.seed)
     if later and len(rows) < data.clients:
-        raise UserError(f"data.changes leave {len(rows)} rows for {data.clients} clients in the beginning.")
+        raise UserError(
+            f"data.changes leave {len(rows)} rows for {data.clients} clients in the beginning; let a kind be there "
+            "from then on, or raise data.train."
+        )
     train = by_kind(rows)
     if data.partition == "pure":
         shares = pure_partition(train, data.clients, config.seed)

@@ -7,7 +7,7 @@
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 
@@ -23,7 +23,7 @@ _EVERYBODY = "all"
 class Change:
     """One line of ``data.changes``."""
 
-    text: str
+    text: str = field(compare=False)
     round: int  # before it; 1: from the beginning
     clients: tuple[str, ...]
     gain: bool
@@ -62,15 +62,17 @@ def _read(text: str, clients: Sequence[str], kinds: Sequence[str]) -> Change:
             "gain sum' or '12: all lose mood'."
         )
     number, who, verb, percent, kind = found.groups()
-    named = tuple(clients) if who == _EVERYBODY else tuple(dict.fromkeys(re.split(r"[,\s]+", who)))
+    names = tuple(dict.fromkeys(re.split(r"[,\s]+", who)))
+    named = tuple(clients) if _EVERYBODY in names else names
     for name in named:
         if name not in clients:
-            raise UserError(f"data.changes: {text!r} names no client {name!r}: {nearest(name, clients)}")
+            valid = [*clients, _EVERYBODY]
+            raise UserError(f"data.changes: {text!r}: there is no client {name!r}; {nearest(name, valid)}")
     if kind not in kinds:
-        raise UserError(f"data.changes: {text!r} names no kind of the data: {nearest(kind, kinds)}")
+        raise UserError(f"data.changes: {text!r}: there is no kind {kind!r} in the data; {nearest(kind, kinds)}")
     share = float(percent or 100) / 100
     for broken, sentence in (
-        (int(number) < 1, "rounds count from 1"),
+        (int(number) < 1, "rounds count from 1, which is how it begins"),
         (verb == "lose" and percent, f"a kind is lost as a whole; leave out '{percent}% of'"),
         (not 0 < share <= 1, "more than 0 and up to 100 % of a kind can be gained"),
     ):
@@ -107,6 +109,11 @@ def hold_back(
         pool = [row for row in rest if gains[0].concerns(row)]
         order = np.random.default_rng(stream_key("changes", seed, kind)).permutation(len(pool))
         asked = sum(change.share for change in gains)
+        if asked > 1 + 1e-9 and any(change.share < 1 for change in gains):
+            raise UserError(
+                f"data.changes: {gains[-1].text!r}: with it {asked:.0%} of the rows of {kind} are gained; lower a "
+                "share, or leave all of them out, so that these lines share the kind evenly."
+            )
         start = 0
         for change in gains:
             count = int(len(pool) * change.share / max(1.0, asked))
@@ -120,6 +127,13 @@ def hold_back(
         gone = {id(row) for change in gains for row in later[change]}
         rest = [row for row in rest if id(row) not in gone]
     return rest, later
+
+
+def _lines_of(name: str, changes: Sequence[Change]) -> str:
+    """The lines that can leave a client without rows in the beginning: kinds that come later, and early losses."""
+    return ", ".join(
+        repr(change.text) for change in changes if change.gain or (change.round == 1 and name in change.clients)
+    )
 
 
 def courses(
@@ -141,11 +155,14 @@ def courses(
                 here = [i for i in here if not change.concerns(course.rows[i])]
             course.here[0 if change.round == 1 else change.round] = here
         if before == sum(len(found[name].here[max(found[name].here)]) for name in change.clients):
-            raise UserError(f"data.changes: {change.text!r}: no client of these has rows of {change.kind} then.")
+            raise UserError(
+                f"data.changes: {change.text!r}: no client of these has rows of {change.kind} then; name "
+                "others or another round, or leave the line out."
+            )
     for name, course in found.items():
         if not course.here[0]:
             raise UserError(
-                f"data.changes leave {name!r} without rows in the beginning; let it keep a kind, or raise "
-                "data.train."
+                f"data.changes leave {name!r} without rows in the beginning "
+                f"({_lines_of(name, changes)}); let it keep a kind, or raise data.train."
             )
     return found

@@ -26,6 +26,10 @@ Complain = Callable[[str], None]
 
 TEXT_KINDS = (".jsonl", ".csv", ".tsv")
 KINDS = (*TEXT_KINDS, ".parquet")  # of client files
+BINARY = {
+    b"PK\x03\x04": "a workbook or an archive",
+    b"PAR1": "Parquet without its ending .parquet",
+}  # by first bytes
 LONGEST_CELL = 2**31 - 1
 HUB = "hf://"
 
@@ -76,6 +80,8 @@ def read_rows(path: Path, complain: Complain = refuse) -> Iterator[tuple[int, Ro
     data = _bytes(path)
     if name.endswith((".csv", ".tsv")):
         return _csv(path, data, complain)
+    if data[:4] in BINARY:
+        raise UserError(f"{path} is {BINARY[data[:4]]}, not text; save its rows as JSONL or CSV.")
     rows = _json_list(path, data) if name.endswith(".json") else _jsonl(path, data, complain)
     return _objects(rows, path, complain)
 

@@ -37,6 +37,8 @@ def read_fields(pairs: Sequence[str]) -> Fields:
     fields = {}
     for pair in pairs:
         what, equals, column = pair.partition("=")
+        if not equals and what not in FIELDS:
+            raise UserError(f"data.fields: {pair!r} does not say what it holds; write prompt={pair}, for example.")
         if what not in FIELDS:
             raise UserError(f"data.fields: {what!r} is nothing that a row has: {nearest(what, FIELDS)}")
         if not equals or not column:
@@ -119,13 +121,19 @@ def _columns(row: Row, where: str, fields: Fields) -> tuple[str, str]:
     ask = _ask(row, fields)
     likely = ("output", "response") if ask == "instruction" else ("response", "completion")
     answer = fields.get("response") or next((name for name in likely if name in row), likely[0])
-    for name in (ask, answer):
+    for what, name in (("prompt", ask), ("response", answer)):
+        if name not in row and what in fields:
+            raise _misnamed(row, what, where, name)
         if name not in row:
             raise UserError(
                 f"{where}: no {name!r}; a row needs {KNOWN}, or data.fields names its columns, as in "
-                f"prompt=question,response=answer (it has {_listed(row)})."
+                f"prompt=question,response=answer, or fields in a site's file (it has {_listed(row)})."
             )
     return ask, answer
+
+
+def _misnamed(row: Row, what: str, where: str, column: str) -> UserError:
+    return UserError(f"{where}: no {column!r}, which data.fields names for {what} (it has {_listed(row)}).")
 
 
 def _text(row: Row, name: str, where: str) -> str:
@@ -146,7 +154,7 @@ def _label(row: Row, what: str, where: str, fields: Fields) -> str | None:
     """A short name in a column of its own; None where the column is not there, or empty in a table."""
     column = fields.get(what, what)
     if column not in row and what in fields:
-        raise UserError(f"{where}: no {column!r}, which data.fields names for {what} (it has {_listed(row)}).")
+        raise _misnamed(row, what, where, column)
     value = row.get(column)
     if value is None:
         return None

@@ -35,13 +35,14 @@ def alignment_audit(
     local: list[Agreement] = []
     sizes, experts, tasks = [], [], []
     for members, owners, truth in zip(buckets, assignment, labels, strict=True):
-        bucket_of = np.empty(len(truth), dtype=int)
-        for c, (rows, m) in enumerate(zip(members, owners, strict=True)):
-            bucket_of[rows] = c
-            experts += [m] * len(rows)
-            tasks += [truth[i] for i in rows]
-        local.append(agreement(bucket_of.tolist(), truth))
-        sizes.append(len(truth))
+        bucket_of = [c for c, rows in enumerate(members) for _ in rows]  # rows that wait have none
+        if not bucket_of:
+            continue
+        own = [truth[i] for rows in members for i in rows]
+        experts += [m for rows, m in zip(members, owners, strict=True) for _ in rows]
+        tasks += own
+        local.append(agreement(bucket_of, own))
+        sizes.append(len(own))
     mean: Agreement = {
         "purity": float(np.average([one["purity"] for one in local], weights=sizes)),
         "nmi": float(np.average([one["nmi"] for one in local], weights=sizes)),
@@ -51,7 +52,8 @@ def alignment_audit(
 
 
 def routing_table(weights: torch.Tensor, labels: Sequence[str]) -> dict[str, list[float]]:
-    """Mean router weight of every expert for every task: weights [n, M] to {task: [M]} with rows that sum to 1."""
+    """Mean router weight of every expert for every task: weights [n, M] to {task: [M]}. A row sums up to
+    the share of the task's prompts that are familiar: a strange one has no weight."""
     tasks = list(dict.fromkeys(labels))
     rows = np.asarray(labels)
     return {t: weights[torch.from_numpy(rows == t)].mean(0).tolist() for t in tasks}

@@ -63,7 +63,7 @@ class Door(Generic[R]):
         """The reply as the step reads it; None where it is refused. Whatever goes wrong in here is the sender's."""
         name = member.name
         try:
-            message = sealed if isinstance(sealed, Message) else sealed()
+            message = (sealed if isinstance(sealed, Message) else sealed()).spoken()
             self.receipts.bytes_up[name] = self.receipts.bytes_up.get(name, 0) + message.size
             reply = self._check(member, message)
         except NoAnswer as reason:

@@ -204,6 +204,11 @@ class Client:
         self.waiting = np.sort(np.concatenate([self.waiting, *waiting]))
         self.buckets = [bucket[:0] if gone else bucket for bucket, gone in zip(self.buckets, small, strict=True)]
 
+    def drop(self, buckets: Sequence[int]) -> None:
+        """Without these buckets; their rows are somebody else's affair."""
+        kept = [c for c in range(len(self.buckets)) if c not in buckets]
+        self.buckets, self.assignment = [self.buckets[c] for c in kept], [self.assignment[c] for c in kept]
+
     def join_buckets(self) -> None:
         """Buckets of one expert become one, so that years of new rows do not become a thousand buckets."""
         experts = list(dict.fromkeys(self.assignment))

@@ -18,6 +18,7 @@ from fedweave.federation.train import expert_name
 
 # a norm may be ten times the median one
 FACTORS = {"flip": -1.0, "shout": -8.0, "claim": -1.0, "inflate": -1.0}
+TURNED = ("train", "warm", "rewarm")  # questions whose answers are turned around
 BOAST = 1000  # examples that are claimed for each one that is there
 
 
@@ -28,7 +29,7 @@ class Hostile:
         self.kind, self.clients = config.attack.kind, hostile_clients(config)
 
     def __call__(self, step: Reply, asked: Asked, client: Client, answer: Answer) -> Answer:
-        if client.index not in self.clients or self.kind not in FACTORS or step.name not in ("train", "warm"):
+        if client.index not in self.clients or self.kind not in FACTORS or step.name not in TURNED:
             return answer
         turned = {name: FACTORS[self.kind] * values for name, values in answer.parts.items()}
         return replace(answer, parts=_within(step, asked, answer, turned))

@@ -20,7 +20,7 @@ import torch
 from fedweave.errors import UserError
 from fedweave.federation.admission import Receipts
 from fedweave.federation.client import Client, Distant
-from fedweave.federation.message import Facts, Message, Refused
+from fedweave.federation.message import Facts, Message, NoAnswer, Refused
 from fedweave.federation.steps import Answer, Asked, Figure, Part, R, Reply, Step, Summed
 from fedweave.privacy.masking import (
     KEYS,
@@ -123,10 +123,18 @@ def hidden(step: Summed, asked: Asked, client: Client, summands: Mapping[str, to
         told = torch.zeros(math.prod(shape), dtype=torch.float64) if given is None else given.detach().double()
         vector.append(told.flatten().to(device))
     if isinstance(party, Open):
-        return encode(torch.cat(vector), len(party.keys))
+        return _fixed(torch.cat(vector), len(party.keys))
     party, column = _party(client), facts[MASKED].index(client.index)
     sealed = {v: _bytes(row[column]) for v, row in zip(facts[MASKED], asked.question.tensors["boxes"], strict=True)}
-    return party.hide(encode(torch.cat(vector), len(party.keys)), sealed)
+    return party.hide(_fixed(torch.cat(vector), len(party.keys)), sealed)
+
+
+def _fixed(values: torch.Tensor, clients: int) -> torch.Tensor:
+    """In fixed point. A client that has diverged keeps its answer to itself: in a sum nobody could refuse it."""
+    try:
+        return encode(values, clients)
+    except UserError as reason:
+        raise NoAnswer(str(reason).rstrip(".")) from None
 
 
 def _party(client: Client) -> Party:
@@ -178,24 +186,25 @@ def masked_ask(
             f"{said} would be asked of {len(members)} clients: federation.secure_aggregation needs three at least."
         )
 
+    def closed(count: int) -> None:
+        receipts.accepted.clear()
+        engine.console.warn(
+            f"{said}: {count} of {len(members)} clients are too few to open their sum; nothing is used."
+        )
+
     if not engine.travels:
         for member in members:
             member.party = Open(dict.fromkeys(index_of, b""))
         asked_for = Message(question.tensors, {**question.facts, MASKED: sorted(index_of)})
         total, alive = _sum(engine, step, members, asked_for, receipts)
-        if len(alive) >= threshold(len(members)):
-            yield from _read(engine, step, members[0], question, receipts, len(alive), lambda: total)
+        if len(alive) < threshold(len(members)):
+            return closed(len(alive))
+        yield from _read(engine, step, members[0], question, receipts, len(alive), lambda: total)
         return
 
     def told(aside: Step, indices: Sequence[int], message: Message) -> dict[int, torch.Tensor]:
         found = engine.ask(aside, [index_of[i] for i in indices], message, Receipts(bytes_up=receipts.bytes_up))
         return {member.index: reply for member, reply in sorted(found, key=lambda pair: pair[0].index)}
-
-    def closed(count: int) -> None:
-        receipts.accepted.clear()
-        engine.console.warn(
-            f"{said}: {count} of {len(keys)} clients are too few to open their sum; nothing is used."
-        )
 
     keys = {i: _bytes(key) for i, key in told(AskKeys(), sorted(index_of), Message(facts=dict(facts))).items()}
     needed = threshold(len(keys))

@@ -20,6 +20,7 @@ from fedweave.errors import first_line
 
 Facts = dict[str, Any]  # bool, int, float, str, or a list of one of these: checked at the door, not by a type
 _HEADER = 8  # bytes that say how long the facts are
+_ERROR = "error"  # the one fact of a message that is no answer
 GROUP = 256  # numbers that share a scale
 _SCALE = ".scale"
 Spec = tuple[tuple[int, ...], torch.dtype]
@@ -39,6 +40,17 @@ class Message:
 
     tensors: dict[str, torch.Tensor] = field(default_factory=dict)
     facts: Facts = field(default_factory=dict)
+
+    @classmethod
+    def silent(cls, why: str) -> Message:
+        """What a client sends that has no answer."""
+        return cls(facts={_ERROR: why})
+
+    def spoken(self) -> Message:
+        """The message, if it is an answer."""
+        if _ERROR in self.facts:
+            raise NoAnswer(str(self.facts[_ERROR])[:300].rstrip("."))
+        return self
 
     @property
     def size(self) -> int:

@@ -135,14 +135,14 @@ class Method(ABC):
         """Experts for the buckets that have none (-1). Unless a method says otherwise there are no such buckets."""
         return state
 
+    def rehearse(self, engine: Engine, state: ServerState) -> None:
+        """Ask what otherwise only hostile clients lead to, for ``fedweave site check``. Unless a method says
+        otherwise there is nothing of the kind."""
+        return None
+
     def group(self, compute: Compute, client: Client) -> None:
         """Client side: rows that wait get a bucket. Unless a method says otherwise, one that is there."""
         into_the_nearest(client)
-
-    def reconsider(self, engine: Engine, before: ServerState, after: ServerState) -> ServerState:
-        """After round 1: what was learned before it from clients that it has shown to be hostile is learned anew.
-        Unless a method says otherwise there is nothing of the kind."""
-        return after
 
     # ---------------------------------------------------------------------------------- client side
 

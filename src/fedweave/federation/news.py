@@ -50,7 +50,7 @@ class Placed:
     usual: float  # loss of the client's other rows under theirs
     doubt: float  # of the router: 1 - its largest weight
     strange: float  # share of its prompts that are like none before
-    waits: str = ""  # with which settings an expert would open for it, where it is kept apart
+    waits: str = ""  # with which settings an expert would open for it, where it is kept apart and rows enough
 
 
 @dataclass
@@ -66,13 +66,21 @@ class Change:
     retired: list[int] = field(default_factory=list)  # experts, by their old numbers
     unfed: list[int] = field(default_factory=list)  # experts that nobody who is here feeds any more
     fed_again: list[int] = field(default_factory=list)
+    closed: list[int] = field(default_factory=list)  # experts that lost a vote, by their old numbers
+    restarted: bool = False  # the router has started over
     limit: float | None = None  # distance beyond which a bucket belongs to no expert
     up: dict[str, int] = field(default_factory=dict)  # client -> bytes
     down: dict[str, int] = field(default_factory=dict)
 
     def __bool__(self) -> bool:
-        """Whether there are other rows or other experts than before."""
-        return bool(self.came or self.went or self.placed or self.merged or self.retired)
+        """Whether there are other rows or other experts than before, or a router that is nobody's any more."""
+        other = self.came or self.went or self.placed or self.merged or self.retired or self.closed
+        return bool(other) or self.restarted
+
+    @property
+    def told(self) -> bool:
+        """Whether there is anything that people are told of."""
+        return bool(self) or bool(self.unfed or self.fed_again)
 
     def opened_by(self, m: int) -> str:
         """The only client that an expert opened for; empty where there are several."""
@@ -88,9 +96,13 @@ class Change:
 
     def heard(self, receipts: Receipts, question: Message) -> None:
         """Count what a question and its answers took."""
+        self.count(receipts, question.size)
+
+    def count(self, receipts: Receipts, down: int) -> None:
+        """Count answers, and so many bytes to each of those who gave them."""
         for name, sent in receipts.bytes_up.items():
             self.up[name] = self.up.get(name, 0) + sent
-            self.down[name] = self.down.get(name, 0) + question.size
+            self.down[name] = self.down.get(name, 0) + down
 
 
 class News(Step[Told]):
@@ -107,12 +119,10 @@ class News(Step[Told]):
             if came or went:
                 compute.adapters = None  # they are known by their buckets' numbers
             client.let_go()
-            if len(client.waiting):
+            if len(client.waiting) and (came or went):  # of one version of its rows a client has one set of buckets
                 self.method.group(compute, client)
-            filled = [c for c, bucket in enumerate(client.buckets) if len(bucket)]
-            filled = filled or [0]  # an empty one says: nothing
-            client.buckets = [client.buckets[c] for c in filled]
-            client.assignment = [client.assignment[c] for c in filled]
+            empty = [c for c, bucket in enumerate(client.buckets) if not len(bucket)]
+            client.drop(empty if len(empty) < len(client.buckets) else empty[1:])  # an empty one says: nothing
             yield Answer(figures={
                 "sizes": client.sizes, "experts": client.assignment, "came": came, "went": went,
                 "version": client.version,

@@ -51,10 +51,7 @@ def federate(
                 "intact: continue with `fedweave resume`."
             )
         participants = sample_clients(present, method.config, t)  # line 8: S_t
-        before = state
-        state, report = one_round(method, engine, before, participants, t)
-        if t == 0:
-            state = method.reconsider(engine, before, state)
+        state, report = one_round(method, engine, state, participants, t)
         report.change = change
         state = after_round(state, report) or state
     return state

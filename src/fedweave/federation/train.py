@@ -68,6 +68,8 @@ class Train(Summed[Update]):
             own = client.memory.get(OWN)
             if shared is not None and own is not None:  # what it has for itself moves, and stays
                 at_home = torch.where(shared.to(update.delta_theta.device), 0.0, update.delta_theta)
+                # a client that has diverged is refused, and goes on from where it was
+                at_home = at_home if torch.isfinite(at_home).all() else torch.zeros_like(at_home)
                 client.memory.keep(OWN, own + at_home)
             columns = self.columns(state.layout, compute.device, t)
             parts = {name: update.delta_theta[columns[name]] for name in _sent(columns, update.counts.tolist())}

@@ -25,6 +25,8 @@ from fedweave.inference.sampling import Sampling, TokenChooser
 from fedweave.inference.text import AnswerText
 from fedweave.kernels.rows import few_experts
 
+_SCORED = 256  # tokens of a prompt whose logits are held at a time
+
 
 @dataclass(frozen=True)
 class TokenScore:
@@ -166,13 +168,18 @@ class RunningBatch:
             hidden = self.backbone.hidden(packed, cache)
         for row, start in zip(joining, packed.starts.tolist(), strict=True):
             if row.sampling.echo:
-                ids = row.prompt.ids.tolist()
-                logits = self.backbone.logits(hidden[start : start + len(ids) - 1])  # [p - 1, V]
-                row.scores = [
-                    TokenScore(ids[0], None, {}),
-                    *score_tokens(ids[1:], logits, row.sampling.logprobs or 0),
-                ]
+                row.scores = self._echoed(row, hidden[start : start + len(row.prompt.ids) - 1])
         return self.backbone.logits(hidden.index_select(0, packed.boundaries[1:].long() - 1))
+
+    def _echoed(self, row: Row, hidden: torch.Tensor) -> list[TokenScore]:
+        """A prompt's tokens by the hidden states [p - 1, d] before them: a long one's logits fill a memory."""
+        first, *rest = row.prompt.ids.tolist()
+        scores = [TokenScore(first, None, {})]
+        for start in range(0, len(rest), _SCORED):
+            end = start + _SCORED
+            logits = self.backbone.logits(hidden[start:end])
+            scores += score_tokens(rest[start:end], logits, row.sampling.logprobs or 0)
+        return scores
 
     def _step(self) -> torch.Tensor:
         """Logits of every row's next token, [rows, V]."""

@@ -65,6 +65,8 @@ class Sampling:
             raise UserError("echo has no effect without logprobs.")
         if not all(sampling.stop_strings):
             raise UserError("stop_strings must not hold an empty text.")
+        if not all(0 <= token < 2**31 for token in sampling.stop_token_ids):
+            raise UserError("stop_token_ids: a token is a number from 0 to 2147483647.")
         return sampling
 
 
@@ -107,7 +109,7 @@ class TokenChooser:
         self.sampling, self.grammar = sampling, grammar
         self.processors = _processors(sampling, len(prompt), ends, prompt.device)
         self.plain = not self.processors and not sampling.do_sample and grammar is None
-        self._seen = prompt
+        self._seen, self._ends = prompt, ends
         self._generator: torch.Generator | None = None
         if sampling.do_sample:
             self._generator = torch.Generator(prompt.device)
@@ -120,11 +122,21 @@ class TokenChooser:
         """The token that follows the prompt and ``new``; logits [V]."""
         answered = torch.tensor(new, dtype=torch.long, device=logits.device)
         scores = self.processors(torch.cat([self._seen, answered])[None], logits.float()[None])  # [1, V]
-        token = self._draw(scores)
-        while self.grammar is not None and not self.grammar.take(token):
-            scores[0, token] = -torch.inf
-            token = self._draw(scores)
-        return token
+        return self._draw(scores) if self.grammar is None else self._fitting(self.grammar, scores, logits.float())
+
+    def _fitting(self, grammar: JsonTokens, scores: torch.Tensor, logits: torch.Tensor) -> int:
+        """A token that the grammar takes. Options may leave none of those that it does: then the likeliest of all;
+        a text that is whole ends, however long it was to be."""
+        if grammar.text.complete:
+            return self._ends[0]
+        shaped, every = scores.clone(), logits.clone()[None]  # those of the batch are read again
+        while bool(every.isfinite().any()):
+            left = bool(shaped.isfinite().any())
+            token = self._draw(shaped) if left else int(every.argmax())
+            if grammar.take(token):
+                return token
+            shaped[0, token] = every[0, token] = -torch.inf
+        return self._ends[0]
 
     def _draw(self, scores: torch.Tensor) -> int:
         if self._generator is None:

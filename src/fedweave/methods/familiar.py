@@ -38,6 +38,7 @@ _AXES = 128  # most directions; a quarter of the width where that is less
 _ROWS = 5  # prompts of each half that a direction needs, and that a client must have to tell of them
 _BINS = 1000  # of distances, in hundredths of the mean one: a coarser limit is a higher one
 _WIDTH = 0.01
+_LEAST_SQUARE, _MOST_SQUARE = 1e-9, 1e9  # of a channel, on average: any model's is far inside
 _LONGEST = 4.0  # times the median: mean square features of a site that are believed
 _FARTHEST = 2.0  # times the median: how far out a stranger's prompts lie that is believed
 _WAITING = 32  # sites whose moments are held at a time, until it is known how long features are
@@ -105,17 +106,25 @@ class AskMoments(Summed[Moments]):
 
 
 def possible(told: Moments) -> Moments:
-    """Sums and products that features can have (Cauchy-Schwarz), or :class:`Refused`: one that they cannot would
-    outweigh all others."""
-    row, column = torch.triu_indices(told.sums.shape[1], told.sums.shape[1])
-    squares = told.products[:, row == column]  # [2, d]
-    roots = squares.clamp(min=0.0).sqrt()
-    slack = 1e-6 * squares.abs().max() + 1e-5  # rounding, that of masked sums as well
-    most = slack + roots[:, row] * roots[:, column]
-    if not torch.isfinite(squares.sum()) or (squares < -slack).any() or (told.products.abs() > most).any():
-        raise Refused("its products are of no features")
-    if (told.sums.square() > (told.rows[:, None] + 1e-6) * (squares + slack)).any():
-        raise Refused("its sums are of no features")
+    """Sums and products that features can have, or :class:`Refused`: what they cannot would outweigh all others, or
+    leave nothing familiar to anybody. With a 1 beside every feature they are one matrix of inner products, which
+    no direction makes negative."""
+    width = told.sums.shape[1]
+    row, column = torch.triu_indices(width, width)
+    for rows, sums, products in zip(*told, strict=True):
+        squares = products[row == column]
+        mean = float(squares.mean() / rows.clamp(min=1))
+        nothing = not rows and not sums.any() and not products.any()
+        if not nothing and not _LEAST_SQUARE < mean < _MOST_SQUARE:
+            raise Refused(f"its features have a mean square of {mean:.3g}")
+        slack = 2 * width**0.5 * (1e-6 * squares.max() + 1e-5)  # rounding, that of masked sums as well
+        whole = products.new_zeros(width + 1, width + 1)
+        whole[row, column] = whole[column, row] = products
+        whole[width, :width] = whole[:width, width] = sums
+        whole[width, width] = rows
+        whole.diagonal().add_(slack)
+        if torch.linalg.cholesky_ex(whole).info:
+            raise Refused("its sums and products are of no features")
     return told
 
 
@@ -249,7 +258,10 @@ class AskDistances(Summed[torch.Tensor]):
         return {f"{FIGURE}counts": torch.tensor(answer.figures["counts"], dtype=torch.float64)}
 
     def read_total(self, asked: Asked, totals: dict[str, torch.Tensor], clients: int) -> torch.Tensor:
-        return totals[f"{FIGURE}counts"].round().long()
+        counts = totals[f"{FIGURE}counts"].round().long()
+        if (counts < 0).any():
+            raise Refused("it counts fewer prompts than none")
+        return counts
 
     def read(self, asked: Asked, parts: dict[str, torch.Tensor], figures: Facts) -> torch.Tensor:
         return torch.tensor(figures["counts"])
@@ -262,13 +274,23 @@ class Familiarity:
         self.config, self.moments, self.distances = config, AskMoments(config), AskDistances()
 
     def taught(
-        self, engine: Engine, state: ServerState, receipts: Receipts, before: torch.Tensor | None = None
+        self,
+        engine: Engine,
+        state: ServerState,
+        receipts: Receipts,
+        gone: bool = False,
+        forgets: bool = False,
     ) -> ServerState:
-        """A state that knows what is familiar to the clients as they are now, and what was so ``before``."""
-        state = state.forgetting()
-        if state.router is None or state.phi is None:
+        """A state that knows what is familiar to the clients as they are now, and what was so before to those whose
+        rows are ``gone``, or who do not answer; to nobody of these where it ``forgets``. Where nobody tells
+        anything what was familiar stays so."""
+        plain = state.forgetting()
+        if plain.router is None or plain.phi is None:
+            return plain
+        before = None if forgets else state.known
+        router, phi, known = self.learn(engine, plain.router, plain.phi[0], receipts, before, gone)
+        if not router.axes:
             return state
-        router, phi, known = self.learn(engine, state.router, state.phi[0], receipts, before)
         return replace(state, router=router, phi=phi[None], known=state.known if known is None else known)
 
     def learn(
@@ -278,9 +300,11 @@ class Familiarity:
         phi: torch.Tensor,
         receipts: Receipts,
         before: torch.Tensor | None = None,
+        gone: bool = False,
     ) -> tuple[RouterLayout, torch.Tensor, torch.Tensor | None]:
-        """(router, φ [Q]) that know familiar prompts, those ``before`` among them; as they came where there are too
-        few prompts to tell. And what is to be remembered of them, where data may change."""
+        """(router, φ [Q]) that know familiar prompts, those ``before`` among them where rows are gone or a client
+        says nothing; as they came where there are too few prompts to tell. And what is to be remembered of them,
+        where data may change."""
         heard = Receipts(bytes_up=receipts.bytes_up)
         members = [member for member in engine.members if member.takes_part]
         part = believed({member.index: len(member) for member in members}, self.config)
@@ -288,7 +312,8 @@ class Familiarity:
         told = ((part.get(member.index, 1.0), moments) for member, moments in replies)
         if (total := together(told)) is None:
             return router, phi, None
-        total = total if before is None else with_remembered(total, before)
+        if before is not None and (gone or len(heard.accepted) < len(members)):
+            total = with_remembered(total, before)
         rows, sums, products = total
         count = min(_AXES, router.width // 4, int(rows.min()) // _ROWS)
         if count < 1:
@@ -300,6 +325,8 @@ class Familiarity:
         seconds[:, row, column] = seconds[:, column, row] = flat
         span = fit((share[:, None] * means).sum(0), (share[:, None, None] * seconds).sum(0), count)
         halves = [fit(means[half], seconds[half], count) for half in (0, 1)]
+        if not all(one.distance > 0 for one in (span, *halves)):  # nothing moves
+            return router, phi, None
         far = crossed(halves, means, seconds)
         question = Message(spanned(halves), {"mean_far": far})
         counts, heard = torch.zeros(_BINS), Receipts(bytes_up=receipts.bytes_up)

@@ -26,9 +26,10 @@ from fedweave.federation.news import Change
 from fedweave.federation.state import Broadcast, ServerState
 from fedweave.federation.steps import Step
 from fedweave.federation.train import Update
-from fedweave.methods.contested import contests
+from fedweave.methods.contested import Contest
 from fedweave.methods.familiar import Familiarity, familiar_share
 from fedweave.methods.living import Living
+from fedweave.methods.newcomers import apart
 from fedweave.methods.preparation import Aligned, assign, mixture_payload
 from fedweave.methods.relabel import Relabel
 from fedweave.methods.warm_start import WarmRouter
@@ -48,7 +49,7 @@ class FedWeave(Aligned):
         self.warm = WarmRouter(config)
         self.start = self.start if config.experts.start == "warmup" else None
         self.relabel = Relabel(config) if config.experts.labels == "router" else None
-        self.contest = Relabel(config) if contests(config) else None
+        self.contest = Contest.of(config)
         self.familiar = Familiarity(config) if familiar_share(config) < 1 else None
         self.living = Living(config, self.discover, self.start)
         self.shared_rank = config.experts.shared_rank
@@ -74,17 +75,23 @@ class FedWeave(Aligned):
         return state
 
     def group(self, compute: Compute, client: Client) -> None:
-        """New rows form buckets of their own, without an expert, once there are enough of them."""
+        """New rows form buckets of their own, without an expert, once there are enough of them, together with those
+        that were like no expert before, and too few to open one."""
+        least = self.config.living.least
         if not self.lives:
-            super().group(compute, client)
-        elif len(client.waiting) >= self.config.living.least:
-            if len(client.buckets) > self.config.discovery.max_buckets:
-                client.join_buckets()
-            rows = client.waiting
-            (found,) = self.grouped(compute, [Client(client.index, client.data.part(rows), least=client.least)])
-            client.buckets = [*client.buckets, *(rows[bucket] for bucket in found.members)]
-            client.assignment = [*client.assignment, *[-1] * len(found.members)]
-            client.waiting = rows[:0]
+            return super().group(compute, client)
+        few = [c for c in apart(client) if len(client.buckets[c]) < least]
+        rows = np.sort(np.concatenate([client.waiting, *(client.buckets[c] for c in few)]))
+        if len(rows) < least:
+            return None
+        client.drop(few)
+        if len(client.buckets) > self.config.discovery.max_buckets:
+            client.join_buckets()
+        (found,) = self.grouped(compute, [Client(client.index, client.data.part(rows), least=client.least)])
+        client.buckets = [*client.buckets, *(rows[bucket] for bucket in found.members)]
+        client.assignment = [*client.assignment, *[-1] * len(found.members)]
+        client.waiting = client.waiting[:0]
+        return None
 
     def settle(self, engine: Engine, state: ServerState, change: Change) -> ServerState:
         state = self.living.settle(engine, state, change) if self.lives else state
@@ -96,7 +103,7 @@ class FedWeave(Aligned):
                     f"before round {change.t + 1}: prompts of rows that are gone or away count as strange from now "
                     "on: nobody can tell them from the new kind"
                 )
-            state = self.familiar.taught(engine, state, heard, state.known if gone and not change.opened else None)
+            state = self.familiar.taught(engine, state, heard, gone, forgets=gone and bool(change.opened))
             assert state.router is not None
             change.heard(heard, Message({"spans": torch.empty(2, state.router.axes + 2, state.router.width)}))
             gone = gone and not change.opened

@@ -8,11 +8,12 @@ where the config says so. Each is θ, φ and the kept signatures in another size
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
+import numpy as np
 import torch
 
 from fedweave.aggregation.robust import Standing
 from fedweave.alignment.align import expert_distances
-from fedweave.alignment.novelty import alike, novel, novelty_limit
+from fedweave.alignment.novelty import MOSTLY, alike, novel, novelty_limit
 from fedweave.config import Config
 from fedweave.federation.admission import Receipts
 from fedweave.federation.client import Member, examples_of
@@ -21,6 +22,7 @@ from fedweave.federation.message import Message
 from fedweave.federation.news import Change, Placed
 from fedweave.federation.state import ServerState, broadcast
 from fedweave.federation.steps import Step
+from fedweave.methods.closing import without_experts
 from fedweave.methods.growing import GrowRouter, grow_router
 from fedweave.methods.lessons import Lesson, give_lessons, shared_of
 from fedweave.methods.newcomers import (
@@ -75,9 +77,10 @@ class Living:
         distances = expert_distances(blocks, kept_means(state))  # [n, M]
         own = state.report["own_distances"]
         change.limit = novelty_limit(own, self.config.living.alarms, state.report["halfway"])
-        new = novel(distances.min(1), [share for _, told in signed for share in told.strange], own, change.limit)
+        strange = [share for _, told in signed for share in told.strange]
+        new = novel(distances.min(1), strange, own, change.limit)
         whose, sizes = [m.name for m, _ in units], [m.sizes[c] for m, c in units]
-        arrived = Arrived(whose, sizes, blocks, distances, new, change.limit)
+        arrived = Arrived(whose, sizes, blocks, distances, new, np.array(strange) > MOSTLY, change.limit)
         experts, waits = decide(arrived, held, self.config)
         figures = [
             (loss, told.usual, doubt, strange)
@@ -103,13 +106,16 @@ class Living:
 
     def pending(self, members: Sequence[Member], state: ServerState, held: Mapping[str, int]) -> list[Member]:
         """Whose buckets without an expert are to be signed. The operator is asked once about each. What a client
-        may not open an expert for alone is looked at again, all of it, when buckets come that may be of its kind,
-        and when it may open another."""
-        asking, waiting = self.config.living.notice == "ask", [member for member in members if apart(member)]
-        known = state.report.get("asked" if asking else "waiting", {})
-        unknown = [member for member in waiting if known.get(member.name) != sizes_apart(member)]
-        may_open = any(held.get(member.name, 0) < self.config.living.alone for member in waiting)
-        return unknown if asking else waiting if unknown or may_open else []
+        may not open an expert for alone, or has too few rows for, is looked at again, all of it, when buckets come
+        that may be of its kind, and when it may open another."""
+        settings, waiting = self.config.living, [member for member in members if apart(member)]
+        known = state.report.get("asked" if settings.notice == "ask" else "waiting", {})
+        unknown = {member.name for member in waiting if known.get(member.name) != sizes_apart(member)}
+        many = {member.name for member in waiting if sum(sizes_apart(member)) >= settings.least}
+        if settings.notice == "ask":
+            return [member for member in waiting if member.name not in many - unknown] if unknown else []
+        may_open = any(held.get(name, 0) < settings.alone for name in many)
+        return waiting if unknown or may_open else []
 
     def starts(self, engine: Engine, state: ServerState, change: Change) -> list[torch.Tensor]:
         """What new experts start from, [P of one] each: the mean of their buckets' warmup adapters, B = 0, or
@@ -170,7 +176,7 @@ class Living:
         state = replace(state, signatures=torch.cat([state.signatures, one]), report=report)
         change.merged = list(pair)
         engine.console.say(f"before round {change.t + 1}: experts {pair[0]} and {pair[1]} are alike and become one")
-        return self.close(engine, self.widen(engine, state, change, [mean]), pair)
+        return without_experts(engine, self.widen(engine, state, change, [mean]), pair)
 
     def retire(self, engine: Engine, state: ServerState, change: Change) -> ServerState:
         """Experts that nobody has fed for ``living.retire`` rounds close."""
@@ -184,7 +190,7 @@ class Living:
         change.retired = gone
         for m in gone:
             engine.console.say(f"before round {change.t + 1}: nobody feeds expert {m} any more; it is retired")
-        return self.close(engine, state, gone)
+        return without_experts(engine, state, gone)
 
     def tell_unfed(self, engine: Engine, state: ServerState, change: Change) -> ServerState:
         """The operator hears once of an expert whose last rows are gone, or whose only sites are away."""
@@ -198,23 +204,3 @@ class Living:
                 f"before round {change.t + 1}: nobody who is here feeds expert {m}; it stays as it is"
             )
         return replace(state, report={**state.report, "unfed": unfed})
-
-    def close(self, engine: Engine, state: ServerState, gone: Sequence[int]) -> ServerState:
-        """The state without these experts; the others move up."""
-        layout, router = state.layout, state.router
-        assert router is not None and state.phi is not None and state.signatures is not None
-        kept = [m for m in range(layout.experts) if m not in gone]
-        place = {m: i for i, m in enumerate(kept)}
-        for member in engine.members:
-            member.assignment = [place.get(m, -1) for m in member.assignment]
-        narrow, experts = engine.layout(layout.rank, len(kept), layout.shared), layout.unstack(state.theta)
-        theta = narrow.stack([experts[m] for m in kept], shared_of(state))
-        router, phi = router.narrowed(state.phi[0], kept)
-        lists = {name: state.report.get(name, []) for name in ("signed_buckets", "born", "openers", "idle")}
-        report = state.report | {name: [had[m] for m in kept if m < len(had)] for name, had in lists.items()}
-        report["unfed"] = [place[m] for m in state.report.get("unfed", []) if m in place]
-        doubts = {name: [had[m] for m in kept if m < len(had)] for name, had in state.bucket_doubts.items()}
-        return replace(
-            state, layout=narrow, theta=theta, router=router, phi=phi[None], signatures=state.signatures[kept],
-            report=report, bucket_doubts=doubts,
-        )  # fmt: skip

@@ -25,6 +25,7 @@ from fedweave.federation.steps import MOST_LOSS, Answer, Asked, Figure, Part, St
 from fedweave.methods.prototypes import Discover
 from fedweave.streams import stream_key
 
+_MORE = "too few to open an expert until more of their kind come (living.least)"
 _LOOKED_AT = 64  # examples that a client measures losses on
 
 
@@ -112,15 +113,15 @@ class Arrived:
     blocks: Sequence[np.ndarray]  # signatures, [n, size] a layer
     distances: np.ndarray  # [n, M] to the experts that are there
     new: np.ndarray  # [n] bool: of no known kind
+    strange: np.ndarray  # [n] bool: most of its prompts are like none before
     limit: float  # nearer than this, two of them are one kind
 
-    def kinds(self, least: int) -> list[np.ndarray]:
-        """The buckets of every new kind that has so many examples; kinds that several clients bring come first."""
+    def kinds(self) -> list[np.ndarray]:
+        """The buckets of every new kind; kinds that several clients bring come first."""
         far = np.flatnonzero(self.new)
         labels = kinds_of([block[far] for block in self.blocks], self.limit)
         found = [far[labels == kind] for kind in range(int(labels.max()) + 1 if len(labels) else 0)]
-        enough = [own for own in found if sum(self.sizes[bucket] for bucket in own) >= least]
-        return sorted(enough, key=lambda own: self.alone(own) is not None)
+        return sorted(found, key=lambda own: self.alone(own) is not None)
 
     def alone(self, own: Sequence[int] | np.ndarray) -> str | None:
         """The client that all of these buckets are of, if it is one."""
@@ -130,15 +131,21 @@ class Arrived:
 
 def decide(arrived: Arrived, held: Mapping[str, int], config: Config) -> tuple[list[int], list[str]]:
     """The expert of every bucket; numbers beyond those that are there are new experts. A new kind opens one if it
-    has examples enough and there is room; all others join the nearest, old or new. One client alone opens
-    ``living.alone`` at most, with those that it has ``held`` so far, and never the last one that there is room for.
-    What may not open has no expert, -1, and in the second list the settings with which one would."""
+    has examples enough and there is room. One that has too few waits for more if its prompts are strange as well;
+    all others join the nearest, old or new. One client alone opens ``living.alone`` at most, with those that it has
+    ``held`` so far, and never the last one that there is room for. What may not open has no expert, -1, and in the
+    second list the settings with which one would: none where it has too few examples so far."""
     experts, most = arrived.distances.shape[1], config.alignment.max_experts
     found, waits, held = arrived.distances.argmin(1), [""] * len(arrived.sizes), Counter(held)
     opened: list[np.ndarray] = []  # buckets of each new expert
-    for own in arrived.kinds(config.living.least):
+    few = np.zeros(len(found), dtype=bool)
+    for own in arrived.kinds():
         client = arrived.alone(own)
         if experts + len(opened) + (client is not None) >= most:
+            continue
+        if sum(arrived.sizes[bucket] for bucket in own) < config.living.least:
+            wait = own[arrived.strange[own]]  # the signature of a few rows is no witness by itself
+            found[wait], few[wait] = -1, True
             continue
         if client is not None:
             held[client] += 1
@@ -150,15 +157,15 @@ def decide(arrived: Arrived, held: Mapping[str, int], config: Config) -> tuple[l
         found[own] = experts + len(opened)
         opened.append(own)
     if opened:
-        rest = np.flatnonzero((found >= 0) & (found < experts))
+        rest = np.flatnonzero((found >= 0) & (found < experts) | few)
         labels = [next((k for k, own in enumerate(opened) if b in own), -1) for b in range(len(found))]
         means = expert_means(arrived.blocks, labels, len(opened))
         away = expert_distances([block[rest] for block in arrived.blocks], means)
         for row, bucket in enumerate(rest):
             if away[row].min() < arrived.distances[bucket].min():
-                found[bucket] = experts + int(away[row].argmin())
+                found[bucket], few[bucket] = experts + int(away[row].argmin()), False
     if config.living.notice == "ask":  # about what would open an expert, and about nothing else
-        unknown = (found < 0) | (found >= experts)
+        unknown = ((found < 0) | (found >= experts)) & ~few
         waits = [f"living.notice=open {key}".strip() if u else "" for u, key in zip(unknown, waits, strict=True)]
         found[unknown] = -1
     return found.tolist(), waits
@@ -222,11 +229,14 @@ def placed_lines(change: Change) -> Iterator[str]:
         )
         away = sorted({f"{bucket.distance:.2f}" for bucket in own})
         whose = f"{rows} rows of {client}" + (f" in {len(own)} buckets" if len(own) > 1 else "")
-        where = f"expert {m}" if m >= 0 else f"kept apart; resume with {waits} to open an expert"
+        mend = f"resume with {waits} to open an expert" if waits else _MORE
+        where = f"expert {m}" if m >= 0 else f"kept apart; {mend}"
         where += ", which opens" if m in change.opened else ""
         if far:
-            where += ", although far: a new one has too few rows (living.least) or no room (alignment.max_experts, "
-            where += "whose last place is for what two clients bring)"
+            where += (
+                ", although far: there is no room for a new one (alignment.max_experts, whose last place is for "
+            )
+            where += "what two clients bring)"
         others = f", its others {own[0].usual:.2f}" if own[0].usual else ""  # it may have none
         yield (
             f"before round {change.t + 1}: {whose} lie {' to '.join(away[:: max(1, len(away) - 1)])} from expert "

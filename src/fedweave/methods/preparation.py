@@ -39,9 +39,10 @@ from fedweave.federation.engines.base import Engine
 from fedweave.federation.engines.in_process import InProcessEngine
 from fedweave.federation.message import Message
 from fedweave.federation.method import Method, Payload, Sizes
+from fedweave.federation.news import Change
 from fedweave.federation.state import ServerState
 from fedweave.federation.steps import Step
-from fedweave.methods.contested import close, contested
+from fedweave.methods.contested import Contest, close
 from fedweave.methods.familiar import Familiarity
 from fedweave.methods.prototypes import Discover, Prototypes, Start, StartExperts, first_adapter
 from fedweave.methods.relabel import Relabel, relabel
@@ -66,15 +67,15 @@ class Aligned(Method):
         self.discover = Discover(self)
         self.start: StartExperts | None = StartExperts(self.discover)
         self.warm: WarmRouter | None = None
-        self.contest: Relabel | None = None
+        self.contest: Contest | None = None
         self.relabel: Relabel | None = None
         self.familiar: Familiarity | None = None
         self.align: Align = align
 
     def steps(self) -> list[Step]:
         known: list[Step] = [self.familiar.moments, self.familiar.distances] if self.familiar else []
-        asked: list[Step | None] = [self.discover, self.start, self.warm, self.contest, self.relabel, *known]
-        asked += super().steps()
+        asked: list[Step | None] = [self.discover, self.start, self.warm, self.relabel, *known]
+        asked += [*(self.contest.steps() if self.contest else []), *super().steps()]
         return [step for step in asked if step is not None]
 
     def prepare(self, engine: Engine, start: RoutedExperts | None = None) -> ServerState:
@@ -108,8 +109,8 @@ class Aligned(Method):
             phi = warm_up_router(engine, self.warm, router, phi, warmed, standing)
         down = 4 * router.size * config.router.warm_start.rounds
         closed: list[int] = []
-        if self.contest is not None:
-            closed = contested(engine, self.contest, router, phi, warmed)
+        if self.contest is not None and not self.contest.votes:
+            closed = self.contest.outnumbered(engine, router, phi, warmed)
             down += 4 * router.size
         if closed:
             layout, theta = narrowed(layout, theta, close(engine, closed, layout.experts))
@@ -131,6 +132,8 @@ class Aligned(Method):
             distance, blocks = distance[np.ix_(here, here)], [block[here] for block in blocks]
         shown = distance.astype(float).round(6).tolist() if len(distance) <= _SHOWN_PROTOTYPES else None
         report["signature_distance"] = shown
+        if chosen_rule(config) == "agreement":
+            report["left_out"] = left_out(standing.evidence, config.federation.hostile)
         known = None
         if self.familiar is not None:
             router, phi, known = self.familiar.learn(engine, router, phi, warmed)
@@ -158,23 +161,51 @@ class Aligned(Method):
             standing=standing.evidence, report=report,
         )  # fmt: skip
 
-    def reconsider(self, engine: Engine, before: ServerState, after: ServerState) -> ServerState:
+    def live(self, engine: Engine, state: ServerState, t: int) -> tuple[ServerState, Change]:
+        """As ever; once round 1 has shown who is hostile, what was learned from them before it is learned anew."""
+        state, change = super().live(engine, state, t)
+        if t == 1:
+            state = self.reconsider(engine, state, change)
+            if self.contest is not None and self.contest.votes:
+                state = self.contest.settle(engine, state, change, self.start_over)
+        return state, change
+
+    def reconsider(self, engine: Engine, state: ServerState, change: Change) -> ServerState:
         """The router starts over without those whom only the experts' first updates have shown to be hostile. Its
         warm start asks few clients, no two of which need have the same experts: it cannot tell by itself."""
-        config, most = self.config, self.config.federation.hostile
-        warmed = self.warm is not None and config.router.warm_start.enabled and config.init is None
-        private = config.privacy.level != "none"  # a second time is not paid for
-        if not warmed or private or chosen_rule(config) != "agreement":
-            return after
-        if {*left_out(after.standing, most)} <= {*left_out(before.standing, most)}:
-            return after
-        assert self.warm is not None and after.router is not None and after.phi is not None
+        config, known = self.config, state.report.get("left_out")
+        warmed = self.warm is not None and config.router.warm_start.enabled
+        if not warmed or known is None or config.privacy.level != "none":  # a second time is not paid for
+            return state
+        if {*left_out(state.standing, config.federation.hostile)} <= {*known}:
+            return state
         engine.console.say("the router starts over without those who count nothing")
-        router, standing = after.router.trained, Standing(engine.members, config, after.standing)
-        phi = router.initial(config.seed + 1).to(after.phi)
-        phi = warm_up_router(engine, self.warm, router, phi, Receipts(), standing, known=True)
-        phi = torch.cat([phi, after.phi[0, router.size :]])[None]
-        return replace(after, phi=phi, norms={})  # where prompts went astray experts hardly moved
+        return self.start_over(engine, state, None, change)
+
+    def start_over(
+        self, engine: Engine, state: ServerState, step: WarmRouter | None, change: Change
+    ) -> ServerState:
+        """The state with a router that was warmed up anew by those who are in good standing."""
+        step = step or self.warm
+        assert step is not None and state.router is not None and state.phi is not None
+        router, standing, heard = (
+            state.router.trained,
+            Standing(engine.members, self.config, state.standing),
+            Receipts(),
+        )
+        phi = router.initial(self.config.seed + 1).to(state.phi)
+        phi = warm_up_router(engine, step, router, phi, heard, standing, known=True)
+        change.restarted = True
+        change.count(heard, 4 * router.size * step.settings.rounds)
+        phi = torch.cat([phi, state.phi[0, router.size :]])[None]
+        return replace(state, phi=phi, norms={})  # where prompts went astray experts hardly moved
+
+    def rehearse(self, engine: Engine, state: ServerState) -> None:
+        if self.contest is not None and self.contest.votes:
+            change, rival = Change(1), min(1, state.layout.experts - 1)
+            state = self.start_over(engine, state, self.contest.again, change)
+            self.contest.contested(engine, engine.members, state, change)
+            self.contest.voted(engine, engine.members, state, [(0, rival)], change)
 
     def continued(self, engine: Engine, start: RoutedExperts) -> ServerState:
         """``init=BUNDLE``: buckets are found as ever; each goes to the expert that the given router prefers for its

@@ -15,9 +15,9 @@ from fedweave.federation.admission import Receipts
 from fedweave.federation.client import Client
 from fedweave.federation.compute import Compute
 from fedweave.federation.engines.base import Engine
-from fedweave.federation.message import Facts, Message
+from fedweave.federation.message import Facts, Message, Refused
 from fedweave.federation.state import read_router, router_facts
-from fedweave.federation.steps import Answer, Asked, Figure, Step
+from fedweave.federation.steps import Answer, Asked, Figure, Part, Step
 from fedweave.router.mlp import RouterLayout
 
 # What the router makes of a client's examples: those that it sends to each expert, [M], and every bucket's expert
@@ -63,6 +63,11 @@ class Relabel(Step[Labels]):
             "counts": Figure(int, 0, len(asked.member), (m, m), summed=True),
             "experts": Figure(int, 0, m - 1, (buckets, buckets)),
         }
+
+    def parts(self, asked: Asked, figures: Facts) -> dict[str, Part]:
+        if sum(figures["counts"]) > len(asked.member):
+            raise Refused("it counts more prompts than it has")
+        return {}
 
     def read(self, asked: Asked, parts: dict[str, torch.Tensor], figures: Facts) -> Labels:
         return torch.tensor(figures["counts"]), [int(m) for m in figures["experts"]]

@@ -69,7 +69,8 @@ class FedLEASE(Aligned):
         for update in updates:
             experts.add(update.delta_theta, update.counts, update.samples, update.client)
             assert update.delta_phi is not None
-            routers[int(update.counts.argmax())].add(update.delta_phi, update.samples, update.client)
+            if update.counts.any():  # else its cluster is in quarantine
+                routers[int(update.counts.argmax())].add(update.delta_phi, update.samples, update.client)
         theta = state.theta + experts.step()
         standing.hear(routers)
         phi = torch.stack([old + average.step() for old, average in zip(state.phi, routers, strict=True)])
@@ -154,7 +155,8 @@ class IFCA(SingleAdapter):
 def by_share(router: RouterLayout, taken: torch.Tensor) -> torch.Tensor:
     """φ [Q] that gives every prompt the same weights: those of ``taken`` [M]."""
     phi = torch.zeros(router.size)
-    router.views(phi)["linear2.bias"].copy_((taken / taken.sum()).clamp(min=1e-12).log())
+    shares = taken / taken.sum().clamp(min=1e-12)  # nobody has taken any where all are in quarantine
+    router.views(phi)["linear2.bias"].copy_(shares.clamp(min=1e-12).log())
     return phi
 
 

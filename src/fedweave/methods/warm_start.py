@@ -106,7 +106,7 @@ def warm_up_router(
 ) -> torch.Tensor:
     """φ⁰ [Q]: local steps and a sample-weighted average, a few times over; as it came where it is switched off.
     ``known`` says that standing is known from better evidence than that of routers, and is not to change."""
-    settings = step.config.router.warm_start
+    settings = step.settings
     if not settings.enabled or router.experts < 2:
         return phi
     progress = engine.console.progress("router warm start", settings.rounds, "averages")

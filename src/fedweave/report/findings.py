@@ -11,7 +11,7 @@ from collections import Counter
 from fedweave.report import findings_living  # noqa: F401 - its findings enlist themselves
 from fedweave.report.enlist import FINDINGS, Finding, by_level, finding
 from fedweave.runs.reading import RunRecord
-from fedweave.runs.text import DECIDED
+from fedweave.runs.text import DECIDED, strange_tasks
 
 
 @finding("warning", "A starving expert")
@@ -149,7 +149,7 @@ def faint_alignment(run: RunRecord) -> str | None:
 @finding("warning", "Only one expert")
 def one_expert(run: RunRecord) -> str | None:
     """FedWeave without specialisation."""
-    if run.method != "fedweave" or run.discovery is None or run.experts > 1:
+    if run.method != "fedweave" or run.discovery is None or max(run.experts, run.aligned) > 1:
         return None
     reason = run.discovery.get("alignment_note") or "alignment found no groups"
     return f"{reason}. With one expert FedWeave is plain federated averaging of one adapter."
@@ -255,11 +255,15 @@ def still_improving(run: RunRecord) -> str | None:
 @finding("note", "Tasks share an expert")
 def experts_per_task(run: RunRecord) -> str | Finding | None:
     """Does every task have an expert of its own?"""
-    table = run.best["routing"] if run.best else {}
+    everything = run.best["routing"] if run.best else {}
+    strange = strange_tasks(everything)  # no expert answers these
+    table = {task: row for task, row in everything.items() if task not in strange}
     if len(table) < 2 or run.experts < 2:
         return None
     dominant = {task: max(range(len(row)), key=row.__getitem__) for task, row in table.items()}
     if len(set(dominant.values())) == len(dominant):
+        if strange:
+            return None
         return Finding(
             "good",
             "Every task has its own expert",
@@ -271,6 +275,20 @@ def experts_per_task(run: RunRecord) -> str | Finding | None:
     return (
         f"{', '.join(tasks)} are mostly answered by expert {', '.join(map(str, shared))}. That is right where "
         "they are alike, and a sign of mixed buckets where they are not."
+    )
+
+
+@finding("warning", "Tasks that no expert answers")
+def without_expert(run: RunRecord) -> str | None:
+    """Tasks most of whose prompts are strange to the router."""
+    table = run.best["routing"] if run.best else {}
+    listed = ", ".join(f"{run.tasks.get(t, t)} ({1 - sum(table[t]):.0%})" for t in strange_tasks(table))
+    if not listed:
+        return None
+    return (
+        f"The router takes most of their test prompts for like none that anybody trains on: {listed}. "
+        "They get no expert: what all experts share answers them, or the bare model. That is right where the "
+        "clients have no such rows (any more); where they have some, raise router.doubt or set router.familiar=1."
     )
 
 

@@ -15,8 +15,9 @@ def rows_apart(run: RunRecord) -> str | None:
     waiting: dict[str, dict[str, int]] = {}  # what they wait for -> client -> rows
     for who, placed in sorted(last.items()):
         for bucket in placed:
-            if bucket["expert"] < 0:
-                rows = waiting.setdefault(bucket.get("waits", "living.notice=open"), {})
+            keys = bucket.get("waits", "living.notice=open")
+            if bucket["expert"] < 0 and keys:  # others wait for more rows of their kind
+                rows = waiting.setdefault(keys, {})
                 rows[who] = rows.get(who, 0) + bucket["rows"]
     if not waiting:
         return None

@@ -93,7 +93,7 @@ def find_runs(paths: Sequence[Path]) -> list[RunRecord]:
     for path in paths:
         if (path / "config.yaml").is_file():
             folders.append(path)
-        elif cells := _cells(path):
+        elif path.is_dir() and (cells := _cells(path)):
             folders += cells
         elif (path / "results.json").is_file():
             raise UserError(f"{path}: all that is left of its cells is a record; a report needs their run folders.")

@@ -1,5 +1,6 @@
 """`fedweave watch`: a run in the terminal, while it goes on and afterwards. It only reads the run's files."""
 
+import math
 import shutil
 import sys
 import time
@@ -60,11 +61,17 @@ def seconds_left(run: RunRecord) -> float | None:
 
 
 def sparkline(values: list[float], longest: int = 24) -> str:
-    """Numbers as small blocks, the last ``longest`` of them."""
+    """Numbers as small blocks, the last ``longest`` of them; those of a run that diverged are none."""
     values = values[-longest:]
-    low, high = min(values), max(values)
-    span = (high - low) or 1.0
-    return "".join(_BLOCKS[round((v - low) / span * (len(_BLOCKS) - 1))] for v in values)
+    finite = [v for v in values if math.isfinite(v)]
+    low, span = min(finite, default=0.0), (max(finite, default=0.0) - min(finite, default=0.0)) or 1.0
+    return "".join(
+        _BLOCKS[round((v - low) / span * (len(_BLOCKS) - 1))] if math.isfinite(v) else "×" for v in values
+    )
+
+
+def _least(values: list[float]) -> float:
+    return min((v for v in values if math.isfinite(v)), default=math.nan)
 
 
 def _bar(done: int, total: int, width: int) -> str:
@@ -90,7 +97,7 @@ def _losses(run: RunRecord) -> str:
     if told := [event["train_loss"] for event in run.rounds if event["train_loss"] is not None]:
         curves["training"] = told
     rows = [
-        [name, f"{values[0]:.3f}", f"{min(values):.3f}", f"{values[-1]:.3f}", sparkline(values)]
+        [name, f"{values[0]:.3f}", f"{_least(values):.3f}", f"{values[-1]:.3f}", sparkline(values)]
         for name, values in curves.items()
     ]
     return table(["validation loss", "first", "best", "now", "rounds"], rows)

@@ -213,7 +213,10 @@ def embeddings(run: RunRecord) -> list[Picture]:
     owners = list(zip(data["clients"], data["experts"], strict=True))
     own_marks = [clients.index(name) for name in data["clients"]]
     of_task = [tasks.index(task) for task in data["tasks"]]
-    experts = [f"expert {m}" for m in range(run.experts)]
+    experts = [
+        *(f"expert {m}" for m in range(run.aligned)),
+        "kept apart",
+    ]  # by now there may be others; -1: the last
     pictures = [
         _scatter(plane, owners, data["buckets"], own_marks, [], "bucket", "Colour: a bucket's number within its "
                  "client; shape: the client. Numbers mean nothing across clients until alignment."),
@@ -267,8 +270,11 @@ def routing(group: Group) -> Picture | None:
     values = np.array(list(table.values()))
     names = [run.tasks.get(task, task) for task in table]
     figure, ax = canvas(width=max(4.2, min(8.0, 1.4 + 0.62 * run.experts)), height=0.7 + 0.42 * len(names))
-    shaded_table(ax, values, names, [f"E{m}" for m in range(run.experts)], "{:.2f}")
+    shaded_table(ax, values, names, [f"E{m}" for m in range(values.shape[1])], "{:.2f}")
     title = f"Routing of {group.label}"
-    caption = f"Mean router weight on the test set, rows sum to 1 (the paper's Figure 2). Seed {run.seed}."
+    rest = (
+        "; what a row lacks of 1 is the share of prompts that get no expert" if values.sum(1).min() < 0.995 else ""
+    )
+    caption = f"Mean router weight on the test set (the paper's Figure 2){rest}. Seed {run.seed}."
     slug = "".join(c if c.isalnum() else "-" for c in group.label.lower().replace("α", "alpha"))
     return Picture(f"routing-{slug}", title, caption, figure)

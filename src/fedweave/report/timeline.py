@@ -50,6 +50,7 @@ def lives(run: RunRecord) -> list[Life]:
             everyone.append(one)
         now = _without(now, gone, start)
         now = _without(now, [(m, "retired") for m in event["retired"]], start)
+        now = _without(now, [(m, "closed") for m in event.get("closed", [])], start)
         for life, fed, names in zip(now, event["fed"], event.get("feeders") or [[] for _ in now], strict=True):
             life.stretches.append((start, fed))
             life.feeders[start] = names
@@ -86,10 +87,13 @@ def happened(event: ChangeEvent) -> list[str]:
             apart.setdefault(bucket.get("waits", "living.notice=open"), []).append(bucket)
     for key, own in apart.items():
         rows, clients = sum(bucket["rows"] for bucket in own), _names({bucket["client"]: 0 for bucket in own})
-        said.append(f"{rows} rows of {clients} fit no expert and are kept apart; resume with {key} to open one")
+        what = f"resume with {key} to open one" if key else "too few to open one until more of their kind come"
+        said.append(f"{rows} rows of {clients} fit no expert and are kept apart; {what}")
     if event["merged"]:
         said.append(f"experts {' and '.join(map(str, event['merged']))} became one")
     said += [f"expert {m} was retired: nobody fed it" for m in event["retired"]]
+    said += [f"expert {m} lost a vote on its prompts and closed" for m in event.get("closed", [])]
+    said += ["the router was warmed up anew, by those who count"] if event.get("restarted") else []
     said += [f"nobody who is here feeds expert {m} any more; it stays as it is" for m in event.get("unfed", [])]
     said += [f"expert {m} is fed again" for m in event.get("fed_again", [])]
     return said

@@ -9,7 +9,8 @@ from flwr.clientapp import ClientApp
 from fedweave.console import Console
 from fedweave.federation.engines.flower.transport import from_records, to_records
 from fedweave.federation.message import Message
-from fedweave.federation.site.site import Models, Share, Site, read_config
+from fedweave.federation.site.site import Models, Site, read_config
+from fedweave.federation.site.source import Share
 from fedweave.methods import build_method
 
 app = ClientApp()
@@ -22,9 +23,7 @@ def answer(message: FlowerMessage, context: Context) -> FlowerMessage:
     question = from_records(message.content)
     partition = context.node_config.get("partition-id")
     if partition is None:
-        reply = Message(
-            facts={"error": "its SuperNode has no fedweave worker; start it with `fedweave site start`"}
-        )
+        reply = Message.silent("its SuperNode has no fedweave worker; start it with `fedweave site start`")
     else:
         reply = _simulated(question, int(partition))
     return FlowerMessage(to_records(reply), reply_to=message)

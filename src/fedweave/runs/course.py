@@ -56,14 +56,21 @@ def agreed(verdict: str | None) -> str:
 
 
 def follow(progress: Progress, verdict: str, engine: Engine) -> None:
-    """Do as the verdict says. Norms of accepted updates are remembered, wherever the run goes."""
+    """Do as the verdict says. What the server knows of its clients is remembered, wherever the run goes."""
     if verdict == BETTER:
         progress.best, progress.best_round = progress.state, progress.completed
     if verdict != ON:
         progress.since, progress.setbacks = progress.completed, 0 if verdict == BETTER else progress.setbacks + 1
     if verdict == BACK:
         state = progress.state
-        progress.state = replace(progress.best, norms=state.norms, pace=state.pace / 2)
+        progress.state = replace(
+            progress.best,
+            norms=state.norms,
+            standing=state.standing,
+            doubts=state.doubts,
+            bucket_doubts=state.bucket_doubts,
+            pace=state.pace / 2,
+        )
         engine.go_back(progress.best.private)
 
 

@@ -36,6 +36,7 @@ from fedweave.files import write_atomic
 from fedweave.json_files import read_json, write_json
 from fedweave.methods import build_method
 from fedweave.runs.folder import Progress, RunFolder, require_new
+from fedweave.runs.live import followed
 from fedweave.runs.reading import read_events
 from fedweave.runs.run import RunContext, carry_out
 from fedweave.runs.summary import summarise
@@ -56,11 +57,12 @@ def start(config: Config, output: Path, runtime: Runtime, console: Console) -> S
         raise UserError(f"method={config.method} {what}: it runs in simulations only.")
     require_new(output)
     _check_files(runtime)
+    tester = load_test(config, console)
     # its data is not listed anywhere; its sites know the federation by this name
     manifest: Manifest = {"source": config.data.source, "seed": config.seed, "federation": uuid.uuid4().hex}
     run = RunFolder.create(output, config, manifest)
     with run.session(config):
-        return _execute(run, config, runtime, console)
+        return _execute(run, config, runtime, console, tester)
 
 
 def resume(
@@ -74,18 +76,25 @@ def resume(
     _check_files(runtime)
     with run.session(config):
         if (snapshot := run.newest(checkpoint)) is not None:
+            snapshot.check_config(config)
+        tester = load_test(config, console)  # all that can be wrong shows before anything is written
+        if snapshot is not None:
             run.go_back(snapshot.meta["completed"])
         if overrides:
             write_atomic(path / "config.yaml", dump_config(config))
-        return _execute(run, config, runtime, console)
+        return _execute(run, config, runtime, console, tester)
 
 
-def _execute(run: RunFolder, config: Config, runtime: Runtime, console: Console) -> Summary:
+def _execute(
+    run: RunFolder, config: Config, runtime: Runtime, console: Console, tester: Workspace | None
+) -> Summary:
     hush()
-    tester = load_test(config, console)
     console.say(f"run folder: {run.path}")
     try:
-        with server_task(runtime, submit(runtime), OUTAGE) as grid:
+        with (
+            followed(run.path, config.training.rounds, console),
+            server_task(runtime, submit(runtime), OUTAGE) as grid,
+        ):
             return federate_over(grid, run, config, console, tester)
     except (httpx.HTTPError, RunNotRunningException) as error:
         raise UserError(

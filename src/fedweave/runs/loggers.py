@@ -190,7 +190,7 @@ def scalars(event: Event) -> dict[str, float]:
     elif event["event"] == "change":
         out |= {"experts/count": event["experts"], "data/came": sum(event["came"].values())}
         out["data/went"] = sum(event["went"].values())
-    else:
+    elif event["event"] == "validation":
         out["validation/loss"] = event["loss"]
         out |= {} if event["router_entropy"] is None else {"router/entropy": event["router_entropy"]}
         out |= {f"validation/loss/{task}": loss for task, loss in event.get("tasks", {}).items()}

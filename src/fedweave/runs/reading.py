@@ -80,6 +80,12 @@ class RunRecord:
         return [e for e in self.events if e["event"] == "change"]
 
     @property
+    def between_rounds(self) -> int:
+        """Bytes of all questions between rounds, both directions, whatever came of them."""
+        asked = [e for e in self.events if e["event"] == "change" or e["event"] == "asked"]
+        return sum(sum(sizes.values()) for e in asked for sizes in (e["bytes_up"], e["bytes_down"]))
+
+    @property
     def best_validation(self) -> ValidationEvent | None:
         """The validation that chose the best round; of a run under way the lowest loss since the data last changed,
         the first of equals, as in training."""
@@ -91,7 +97,7 @@ class RunRecord:
     @property
     def comparable(self) -> list[ValidationEvent]:
         """Validations since the data last changed: losses before that are of experts for other data."""
-        other = ("came", "went", "placed", "merged", "retired")  # as Change.__bool__
+        other = ("came", "went", "placed", "merged", "retired", "closed", "restarted")  # as Change.__bool__
         since = max((event["round"] for event in self.changes if any(event.get(key) for key in other)), default=0)
         return [event for event in self.validations if event["round"] >= since]
 

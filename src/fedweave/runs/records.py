@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from fedweave.evaluation.audit import alignment_audit, per_task
-from fedweave.events import ChangeEvent, RoundEvent, ValidationEvent
+from fedweave.events import AskedEvent, ChangeEvent, RoundEvent, ValidationEvent
 from fedweave.federation.client import Member, examples_of
 from fedweave.federation.news import Change
 from fedweave.federation.rounds import RoundReport
@@ -48,12 +48,16 @@ def round_record(report: RoundReport) -> RoundEvent:
     return record
 
 
-def change_record(change: Change, state: ServerState, members: Sequence[Member]) -> ChangeEvent:
-    """What changed before a round, and how many examples every expert has from then on, and whose."""
+def change_record(change: Change, state: ServerState, members: Sequence[Member]) -> ChangeEvent | AskedEvent | None:
+    """What changed before a round, and how many examples every expert has from then on, and whose; None where
+    nobody was asked."""
+    if not change.told:
+        asked = AskedEvent(event="asked", round=change.t + 1, bytes_up=change.up, bytes_down=change.down)
+        return asked if change.up else None
     experts, unfed = range(state.layout.experts), state.report.get("unfed", [])  # also those whose sites are away
     feeding = {member.name: examples_of([member], state.layout.experts) for member in members}
     feeders = [[name for name, own in feeding.items() if own[m] and m not in unfed] for m in experts]
-    return {
+    changed: ChangeEvent = {
         "event": "change",
         "round": change.t + 1,
         "came": change.came,
@@ -64,6 +68,8 @@ def change_record(change: Change, state: ServerState, members: Sequence[Member])
         "retired": change.retired,
         "unfed": change.unfed,
         "fed_again": change.fed_again,
+        "closed": change.closed,
+        "restarted": change.restarted,
         "born": state.report.get("born", [0] * state.layout.experts),
         "limit": change.limit,
         "experts": state.layout.experts,
@@ -72,6 +78,7 @@ def change_record(change: Change, state: ServerState, members: Sequence[Member])
         "bytes_up": change.up,
         "bytes_down": change.down,
     }
+    return changed
 
 
 def validation_record(
@@ -96,7 +103,8 @@ def label_record(workspace: Workspace) -> LabelRecord:
     """What only labels can tell, for discovery.json: every bucket's tasks, and how buckets and experts met them,
     and the kinds, where several tasks are one."""
     clients = workspace.engine.members  # without those whose answers were refused
-    labels = [workspace.client_labels[client.index] for client in clients]
+    everybodys = workspace.client_labels, workspace.client_kinds
+    labels, kinds = ([named[client.index] for client in clients] for named in everybodys)
     record: LabelRecord = {
         "bucket_tasks": {
             c.name: [dict(Counter(truth[i] for i in bucket)) for bucket in c.buckets]
@@ -106,9 +114,8 @@ def label_record(workspace: Workspace) -> LabelRecord:
     found = [c.buckets for c in clients], [c.assignment for c in clients]
     if len(workspace.data.tasks) > 1:
         record["audit"] = alignment_audit(*found, labels)
-    kinds, tasks = (len({x for own in named for x in own}) for named in (workspace.client_kinds, labels))
-    if 1 < kinds < tasks:
-        record["kind_audit"] = alignment_audit(*found, workspace.client_kinds)
+    if 1 < len({x for own in kinds for x in own}) < len({x for own in labels for x in own}):
+        record["kind_audit"] = alignment_audit(*found, kinds)
     return record
 
 

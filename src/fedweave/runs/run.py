@@ -1,5 +1,6 @@
 """A whole run: prepare, discover, federate, test. Interrupted anywhere, it goes on where it stopped."""
 
+import math
 import time
 from abc import ABC, abstractmethod
 from pathlib import Path
@@ -24,7 +25,7 @@ from fedweave.json_files import write_json
 from fedweave.methods import build_method
 from fedweave.runs.course import BACK, END, ON, agreed, follow, judge, renew, rounds_left, setback, setback_text
 from fedweave.runs.folder import Progress, RunFolder, require_new
-from fedweave.runs.live import LiveProgress
+from fedweave.runs.live import LiveProgress, followed
 from fedweave.runs.loggers import open_loggers, require_loggers
 from fedweave.runs.records import change_record, label_record, prompt_map, round_record, validation_record
 from fedweave.runs.summary import peak_memory, served_models, summarise
@@ -121,7 +122,8 @@ class RunContext(ABC):
 
     def better(self, measured: ValidationEvent, progress: Progress) -> bool:
         """Whether this is the best round so far."""
-        return measured["loss"] < progress.best_loss
+        loss, best = measured["loss"], progress.best_loss
+        return loss < best or (math.isnan(best) and not math.isnan(loss))
 
     def labels(self) -> LabelRecord:
         """What discovery.json adds where somebody has true labels."""
@@ -179,11 +181,15 @@ class LocalRun(RunContext):
 
 def _execute(run: RunFolder, prepared: Prepared, console: Console) -> Summary:
     console.spent.clear()
-    console.on_progress = LiveProgress(run.path, prepared.config.training.rounds).phase
-    if prepared.config.engine == "flower":
-        from fedweave.runs.simulated import simulate
+    with followed(run.path, prepared.config.training.rounds, console):
+        if prepared.config.engine == "flower":
+            from fedweave.runs.simulated import simulate
 
-        return simulate(run, prepared, console)
+            return simulate(run, prepared, console)
+        return _in_process(run, prepared, console)
+
+
+def _in_process(run: RunFolder, prepared: Prepared, console: Console) -> Summary:
     started = time.monotonic()
     workspace = prepared.build(console)
     if (processes := world()) is not None:
@@ -230,8 +236,8 @@ def carry_out(run: RunFolder, context: RunContext, console: Console, started: fl
     def after_round(state: ServerState, report: RoundReport) -> ServerState:
         """Validate, remember the best or go back to it, save."""
         completed, change = report.t + 1, report.change
-        if change is not None and (change or change.unfed or change.fed_again):
-            run.log(change_record(change, state, context.engine.members))
+        if change is not None and (record := change_record(change, state, context.engine.members)) is not None:
+            run.log(record)
         event = round_record(report)
         note = "" if report.train_loss is None else f"train loss {report.train_loss:.3f}, "
         if context.config.privacy.level != "none":

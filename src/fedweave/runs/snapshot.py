@@ -85,14 +85,18 @@ class Snapshot:
 
     def check(self, config: Config, backbone: Backbone) -> None:
         """Refuse to mix a checkpoint with another config or another backbone."""
-        if self.meta["settings"] != config_hash(config):
-            raise UserError(f"checkpoint {self.path} belongs to another config than the run's config.yaml.")
+        self.check_config(config)
         if self.meta["backbone"] != backbone.fingerprint:
             raise UserError(
                 f"checkpoint {self.path} was trained on another backbone, tokenizer or prompt rendering than "
                 f"{backbone.name} as loaded now; {other_weights(backbone.name)} (run and resume: backbone.model=…, "
                 "backbone.weights=…)."
             )
+
+    def check_config(self, config: Config) -> None:
+        """As much of it as needs no backbone: a server over sites meets them long after it has begun to write."""
+        if self.meta["settings"] != config_hash(config):
+            raise UserError(f"checkpoint {self.path} belongs to another config than the run's config.yaml.")
         if config.living.notice != "off" and "signatures" not in self.tensors:
             raise UserError(
                 "this run has kept no signatures to tell new kinds from, since it began with living.notice=off; go "

@@ -96,7 +96,7 @@ def _communication(run: RunFolder, state: ServerState) -> Communication:
     before = list(state.report.get("preparation_bytes", {}).values())
     up = [sent for event in rounds for sent in event["bytes_up"].values()]
     down = [event["bytes_down"] for event in rounds for _ in event["participants"]]
-    changes = [event for event in events if event["event"] == "change"]
+    changes = [event for event in events if event["event"] in ("change", "asked")]
     figures: Communication = {
         "before_up": sum(client["up"] for client in before),
         "before_down": sum(client["down"] for client in before),

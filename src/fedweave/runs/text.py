@@ -1,6 +1,6 @@
 """The last thing a run prints: scores, losses, who answers what, and where the time went."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from fedweave.console import columns_of, shade, table
 from fedweave.description.record import Experts, title
@@ -29,10 +29,8 @@ def summary_text(summary: Summary, experts: Experts | None = None) -> str:
         parts.append(results_table(tested["best"], summary["tasks"], bare))
         if summary["experts"] > 1 and len(summary["tasks"]) <= FEW_TASKS:
             parts += ["", _routing(summary, tested["best"])]
-            if strange := [
-                summary["tasks"][task] for task, row in tested["best"]["routing"].items() if sum(row) < 0.5
-            ]:
-                parts.append(f"most prompts are strange to the router, and the bare model's: {', '.join(strange)}")
+            if strange := [summary["tasks"][task] for task in strange_tasks(tested["best"]["routing"])]:
+                parts.append(f"most prompts are strange to the router and get no expert: {', '.join(strange)}")
         if "decided" in tested["best"]:
             parts += ["", f"routing decided: {decided_text(tested['best']['decided'])}"]
         if unseen := tested.get("unseen"):
@@ -114,6 +112,12 @@ def decided_text(decided: Mapping[str, float]) -> str:
         f"{enough} of {len(decided)} kinds have {DECIDED:.0%} or more of their prompts answered by one expert; "
         f"the least is {least} with {decided[least]:.1%}"
     )
+
+
+def strange_tasks(table: Mapping[str, Sequence[float]]) -> list[str]:
+    """Tasks most of whose prompts are like none before to the router: they get no weight, so that a task's weights
+    sum up to the share of its prompts that are familiar."""
+    return [task for task, weights in table.items() if sum(weights) < 0.5]
 
 
 def _routing(summary: Summary, best: Tested) -> str:

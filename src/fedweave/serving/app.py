@@ -10,6 +10,7 @@ from fastapi import FastAPI, Request
 from fastapi.responses import FileResponse, JSONResponse, Response
 from starlette.concurrency import run_in_threadpool
 
+from fedweave.backbone.catalog import public_name
 from fedweave.backbone.load import Backbone
 from fedweave.backbone.prompts import EncodedPrompt, LongAnswer
 from fedweave.description.record import Experts
@@ -112,13 +113,14 @@ class Api:
             "object": "model",
             "created": self.started,
             "owned_by": "fedweave",
-            "root": self.backbone.name,
+            "root": public_name(self.backbone.name),
         }
         return [{"id": name, **common, **self.told.get(name, {})} for name in self.names]
 
     async def health(self) -> JSONResponse:
         problem = await self.backend.problem()
-        facts = {"model": self.backbone.name, "experts": sum(name.startswith("expert_") for name in self.names)}
+        experts = sum(name.startswith("expert_") for name in self.names)
+        facts: Json = {"model": public_name(self.backbone.name), "experts": experts}  # no path of this machine
         facts |= {"max_prompt_tokens": self.max_prompt, "max_tokens": self.limits.max_new_tokens}
         load = {"running": self.backend.running, "waiting": self.backend.waiting}
         status = {"status": "ok"} if not problem else {"status": "unavailable", "reason": problem}

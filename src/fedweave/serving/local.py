@@ -66,6 +66,7 @@ class LocalBackend:
     def submit(self, jobs: Sequence[Job]) -> list[Answering]:
         answerings = [Answering(job, self._notify) for job in jobs]
         with self._wake:
+            self._arrived = deque(one for one in self._arrived if not one.cancelled)  # they keep nobody out
             if len(self._arrived) + len(jobs) > self.limits.max_queue:
                 ahead = (len(self._arrived) + len(self._active)) / self.limits.max_batch
                 raise busy(max(1, math.ceil(ahead * self._mean_seconds)))

@@ -120,7 +120,8 @@ class LaneGroup:
             self.parts.append(self.routers)
             groups.append({"params": [self.routers.master], "lr": trainer.router_rate})
         on_gpu = device.type == "cuda"
-        if on_gpu and config.schedule != "constant":  # a recorded step reads the rate of its round from here
+        varies = config.schedule != "constant" or config.patience > 0
+        if on_gpu and varies:  # a recorded step reads the rate of its round from here
             for group in groups:
                 group["lr"] = torch.tensor(group["lr"], device=device)
         self.optimiser = torch.optim.AdamW(groups, weight_decay=0.0, fused=on_gpu, capturable=on_gpu, foreach=False)
@@ -203,14 +204,30 @@ class LockstepTrainer:
         while start < len(lanes):
             self._turns = [lanes[i : i + lanes_per_step] for i in range(start, len(lanes), lanes_per_step)]
             group = self._turns[0]
-            try:
-                finished = self._train_group(group, on_step)
-            except torch.OutOfMemoryError:
+            finished = self._attempt(group, on_step)
+            self._turns = []  # whoever keeps the trainer keeps no lanes
+            if finished is None:
                 self._make_room(min(lanes_per_step, len(lanes)))
                 lanes_per_step = self._most or lanes_per_step
                 continue
-            yield from finished
             start += len(group)
+            while finished:  # no result is held while the next group trains
+                yield finished.pop(0)
+
+    def _attempt(self, group: Sequence[Lane], on_step: Callable[[int], None]) -> list[LaneResult] | None:
+        """What a group has learned; None where it ran out of memory, once nothing of the attempt is held any more:
+        a traceback would keep all of it while room is made."""
+        steps: list[int] = []
+
+        def count(lanes: int) -> None:
+            steps.append(lanes)
+            on_step(lanes)
+
+        try:
+            return self._train_group(group, count)
+        except torch.OutOfMemoryError:
+            on_step(-sum(steps))  # they come again
+            return None
 
     def _make_room(self, lanes: int) -> None:
         """After so many lanes did not fit; what trains next is not what ran out of memory."""

@@ -9,6 +9,7 @@ longer about the examples.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import replace
 
 import numpy as np
@@ -107,9 +108,10 @@ class PrivateTrainer(LockstepTrainer):
         start, drawn = [lane.theta[None].to(device)], [(0, int(i)) for i in lane.schedule[0]]
         together = min(_TOGETHER[device.type], self._most or len(drawn))
         while drawn:
-            try:
+            rows = None
+            with suppress(torch.OutOfMemoryError):  # room is made once no traceback holds what it was tried with
                 rows = self._gradients([lane], drawn[:together], 0, start)[0][0]
-            except torch.OutOfMemoryError:
+            if rows is None:
                 self._make_room(together)
                 together = self._most or together
                 continue

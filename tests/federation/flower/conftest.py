@@ -16,7 +16,8 @@ from fedweave.console import Console
 from fedweave.federation.engines.flower.engine import FlowerEngine
 from fedweave.federation.engines.flower.transport import from_records, to_records
 from fedweave.federation.rounds import federate
-from fedweave.federation.site.site import Models, Share, Site
+from fedweave.federation.site.site import Models, Site
+from fedweave.federation.site.source import Share
 from fedweave.methods import build_method
 
 

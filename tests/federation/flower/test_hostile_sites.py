@@ -134,7 +134,10 @@ LIVING = {
 }  # fmt: skip
 PRIVATE = {"privacy": {"level": "example"}, "discovery": {"max_buckets": 1, "sketch": 4}}
 MASKED = {"federation": {"secure_aggregation": True}}
-KINDS = {"woven": WOVEN, "living": LIVING, "private": PRIVATE, "masked": MASKED}
+WARY = {
+    "federation": {"rule": "agreement", "contested": "vote", "hostile": 0.1, "max_share": 0.3}
+}  # all have a vote
+KINDS = {"wary": WARY, "woven": WOVEN, "living": LIVING, "private": PRIVATE, "masked": MASKED}
 
 
 @pytest.mark.parametrize("kind", KINDS)

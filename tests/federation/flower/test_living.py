@@ -18,7 +18,8 @@ from fedweave.federation.engines.flower.transport import ARRAYS, NUMBERS, TEXTS
 from fedweave.federation.message import Message
 from fedweave.federation.rounds import federate
 from fedweave.federation.site.settings import Floors, SiteConfig
-from fedweave.federation.site.site import OwnFiles, Site
+from fedweave.federation.site.site import Site
+from fedweave.federation.site.source import OwnFiles
 from fedweave.methods import build_method
 from fedweave.runs.workspace import prepare
 from tests.federation.flower.conftest import Federation, carried
@@ -86,6 +87,7 @@ def test_a_schedule_gives_the_model_of_the_in_process_run(living, models):
 @pytest.mark.parametrize("restart", [False, True], ids=["stays", "restarts"])
 def test_a_file_that_grows_brings_a_kind(living, tmp_path, models, restart):
     """The site may even be restarted in between: it finds its buckets again, and no row leaves."""
+    living = changed(living, router={"familiar": 1.0})  # two dozen rows tell their sums once
     sites, sums = own_sites(living, tmp_path, models)
     federation = Federation(living, models, sites)
     most = max(sums, key=lambda name: len(sums[name]))
@@ -306,7 +308,7 @@ def test_a_file_that_is_being_written_is_read_later(living, tmp_path, models):
 def test_a_new_row_that_cannot_be_used_is_told_once_and_is_no_news(living, tmp_path, models, long_answers):
     """Its answer leaves no room. Skipped, the others come; else the site goes on, and takes all of them when it is
     mended."""
-    config = changed(with_rounds(living, rounds=5), data={"long_answers": long_answers})
+    config = changed(with_rounds(living, rounds=5), data={"long_answers": long_answers}, router={"familiar": 1.0})
     sites, sums = own_sites(config, tmp_path, models)
     federation = Federation(config, models, sites)
     most, told = max(sums, key=lambda name: len(sums[name])), []

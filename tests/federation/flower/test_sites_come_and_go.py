@@ -11,7 +11,8 @@ from fedweave.console import Console
 from fedweave.data import load_data
 from fedweave.errors import UserError
 from fedweave.federation.hello import Anatomy
-from fedweave.federation.site.site import Share, Site
+from fedweave.federation.site.site import Site
+from fedweave.federation.site.source import Share
 from fedweave.methods import build_method
 from fedweave.settings import to_tree
 from tests.federation.flower.conftest import Federation
@@ -43,6 +44,14 @@ def test_a_round_goes_on_without_a_site_and_takes_it_back(fate, line, config, mo
     assert f"client_1 {line}" in federation.said
     method_state = state
     assert all(report.participants[1].name == "client_1" for report in reports) and method_state.theta.any()
+
+
+def test_whoever_watches_sees_how_many_sites_are_waited_for(config, models):
+    federation, seen = Federation(with_federation(changed(config), patience=0.1), models), []
+    federation.engine.console.on_progress = lambda *told: seen.append(told)
+    with pytest.raises(UserError, match="has waited"):
+        federation.engine.enrol(5)
+    assert seen[-1] == ("sites here", 3, 5)
 
 
 QUESTIONS = ["discover", "warm", "relabel", "moments", "distances"]

@@ -10,10 +10,11 @@ import torch
 from fedweave.config import dump_config
 from fedweave.errors import UserError
 from fedweave.federation.message import Message
-from fedweave.federation.site.floors import check_buckets, check_question
-from fedweave.federation.site.ledger import Ledger
+from fedweave.federation.site.floors import Declined, check_buckets, check_question
+from fedweave.federation.site.ledger import Ledger, Sums, largest_part
 from fedweave.federation.site.settings import Floors, SiteConfig
-from fedweave.federation.site.site import Models, OwnFiles, Site
+from fedweave.federation.site.site import Models, Site
+from fedweave.federation.site.source import OwnFiles
 from fedweave.federation.state import ServerState, broadcast, router_facts
 from fedweave.methods import build_method
 from fedweave.router.mlp import RouterLayout
@@ -35,6 +36,7 @@ def question(config, step: str = "train", t: int = 0) -> Message:
         (Floors(questions=("hello", "train")), {}, "moments", "does not answer 'moments'"),
         (Floors(batch=4), {"router": {"warm_start": {"batch_size": 1}}}, "warm", "floors.batch is 4"),
         (Floors(steps=5), {"router": {"warm_start": {"steps": 1}}}, "warm", "floors.steps is 5"),
+        (Floors(steps=3), {"router": {"warm_start": {"steps": 8}}}, "rewarm", "asks for 2, where"),
         (Floors(secure=True), {}, "train", "no secure aggregation, which this site's floors.secure asks for"),
         (Floors(level="example"), {}, "discover", "privacy.level is none, this site's floors.level example"),
         (
@@ -195,6 +197,19 @@ def test_two_sums_of_features_do_not_differ_by_one_prompt(site, config):
     assert [facts.get("samples", facts.get("error")) for facts in told] == [
         72, 72, "this sum and earlier ones together would tell of fewer than 5 rows", 44,
     ]  # fmt: skip
+
+
+def test_a_sum_of_one_prompt_many_times_tells_its_feature():
+    sums, halves = Sums(None), [slice(0, None, 2), slice(1, None, 2)]
+    rows = [b"%d" % i for i in range(12)]
+    with pytest.raises(Declined, match="fewer than 5 rows"):
+        sums.tell([b"the same"] * 12, halves)
+    with pytest.raises(Declined, match="fewer than 5 rows"):
+        sums.tell([*rows, *[b"the same"] * 8], halves)
+    sums.tell(rows, halves)
+    sums.tell(rows[::-1], halves)  # the same two sums
+    assert len(sums.told) == 2 and not {"the same"} & {name for own in sums.told for name in own}
+    assert largest_part([["a", "a", "b"]]) == largest_part([["a", "a.1", "b"]]) == pytest.approx(0.8)
 
 
 def test_no_number_of_sums_tells_a_feature(site, config):

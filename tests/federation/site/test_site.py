@@ -6,6 +6,10 @@ import pytest
 import yaml
 
 from fedweave.cli import main
+from fedweave.data.own import read_examples
+from fedweave.errors import UserError
+from fedweave.federation.site.settings import SiteConfig
+from fedweave.federation.site.source import OwnFiles
 
 SMALL = ["experts.rank=4", "discovery.max_buckets=3", "discovery.restarts=2", "router.hidden=8",
          "backbone.max_length=128"]  # fmt: skip
@@ -30,6 +34,25 @@ def site(tmp_path, model_folder):
     return make
 
 
+def test_a_file_that_is_written_while_it_is_read_is_read_again(tmp_path, monkeypatch):
+    """Else a file that is replaced row by row would lose its last rows for a round, and get them back as news."""
+    file = tmp_path / "rows.jsonl"
+    rows = [json.dumps({"prompt": f"Say {n}.", "response": str(n)}) for n in range(4)]
+    file.write_text("\n".join(rows[:1]))
+    source = OwnFiles(SiteConfig("clinic", str(file)))
+
+    def slowly(path, fields):
+        found = read_examples(path, fields)
+        file.write_text("\n".join(rows))
+        return found
+
+    monkeypatch.setattr("fedweave.federation.site.source.read_examples", slowly)
+    with pytest.raises(UserError, match="was written while it was read"):
+        source.look(0, 1)
+    monkeypatch.setattr("fedweave.federation.site.source.read_examples", read_examples)
+    assert len(source.look(0, 2)) == 4 and source.look(0, 3) is None
+
+
 @pytest.mark.parametrize("method", ["fedweave", "fedlease", "fedsa-lora"])
 def test_check_shows_what_would_leave_and_leaves_nothing_behind(site, tmp_path, capsys, method):
     path = site()
@@ -49,6 +72,13 @@ def test_check_keeps_to_the_sites_own_floors(site, capsys):
     assert "steps 4" in capsys.readouterr().out
     assert main(["site", "check", str(path), "quickstart", *SMALL, "training.local_steps=3", "--quiet"]) == 2
     assert "asks for 3, where this site's floors.steps is 4" in capsys.readouterr().err
+
+
+def test_check_rehearses_what_only_hostile_sites_lead_to(site, capsys):
+    chosen = [*SMALL, "federation.contested=vote"]
+    assert main(["site", "check", str(site()), "quickstart", *chosen, "--quiet"]) == 0
+    sent = {tuple(line.split()[:2]) for line in capsys.readouterr().out.splitlines()[8:]}
+    assert {("relabel", "experts"), ("rewarm", "router"), ("compare", "losses")} <= sent
 
 
 @pytest.mark.parametrize("notice", ["open", "ask"])
@@ -74,7 +104,11 @@ def test_check_rehearses_a_kind_that_nobody_knows(site, capsys, notice, buckets)
     [
         ({"name": ""}, "name must be letters, digits"),
         ({"data": "nothing.jsonl"}, "there is no file"),
-        ({"dta": "x"}, "did you mean"),
+        ({"dta": "x"}, "unknown key of a site's file 'dta': did you mean 'data'?"),
+        ({"fields": {"prompt": "question"}}, "no 'question', which data.fields names for prompt"),
+        ({"superlink": {"root_certificates": "ca.crt", "private_key": "site.key"}}, "root_certificates="),
+        ({"superlink": {"root_certificates": "data.jsonl", "private_key": "data.jsonl"}}, "holds no certificate"),
+        ({"superlink": {"insecure": True, "address": "server.example.org"}}, "must be a host and a port"),
         ({"superlink": {}}, "needs root_certificates and private_key"),
         ({"backbone": {"model": "nowhere/nothing", "device": "cpu"}}, "nowhere/nothing"),
         ({"backbone": {"device": "cuda:77"}}, "backbone.device"),
@@ -84,6 +118,24 @@ def test_a_broken_site_is_one_sentence(site, capsys, changes, sentence):
     assert main(["site", "check", str(site(**changes)), "quickstart", *SMALL, "--quiet"]) == 2
     said = capsys.readouterr().err
     assert sentence in said and len(said.strip().splitlines()) == 1
+
+
+def test_a_site_names_its_own_columns(site, tmp_path, capsys):
+    """Sites of one federation have tables of different shapes."""
+    rows = [f"Add {i} and {i}.,{2 * i},ward {i % 3}" for i in range(20)]
+    (tmp_path / "rows.csv").write_text("\n".join(["question,answer,ward", *rows]))
+    path = site(data="rows.csv", fields={"prompt": "question", "response": "answer"})
+    assert main(["site", "check", str(path), "quickstart", *SMALL, "--quiet"]) == 0
+    assert "18 rows to train on, 2 to validate on" in capsys.readouterr().out
+
+
+def test_a_site_that_cannot_read_its_rows_joins_nobody(site, monkeypatch, capsys):
+    pytest.importorskip("flwr")
+    from fedweave.federation.engines.flower.launch import SuperNode
+
+    monkeypatch.setattr(SuperNode, "start", lambda node: pytest.fail("it has joined"))
+    assert main(["site", "start", str(site(data="nothing.jsonl"))]) == 2
+    assert "there is no file" in capsys.readouterr().err
 
 
 def test_a_malformed_row_is_named(site, tmp_path, capsys):

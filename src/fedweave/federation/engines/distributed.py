@@ -96,6 +96,7 @@ class ShardedEngine(InProcessEngine):
         return member.index % self.world.size
 
     def replies(self, step: Reply, asked: Sequence[Asked], question: Message) -> Iterator[tuple[Member, Sealed]]:
+        asked = self.speaking(asked)
         mine = [one for one in asked if self._owner(one.member) == self.world.rank]
         own = (message for _, message in self.answers(step, mine, question))
         for one in asked:

@@ -13,9 +13,9 @@ from fedweave.federation.client import OWN, RESIDUAL, Client, Member
 from fedweave.federation.compute import Compute
 from fedweave.federation.engines.base import Engine
 from fedweave.federation.exit import Exit
-from fedweave.federation.message import Message
+from fedweave.federation.message import Message, NoAnswer
 from fedweave.federation.recent import Recent
-from fedweave.federation.steps import Asked, Reply, Step
+from fedweave.federation.steps import Answer, Asked, Reply, Step
 
 
 class InProcessEngine(Engine):
@@ -45,17 +45,28 @@ class InProcessEngine(Engine):
     def replies(self, step: Reply, asked: Sequence[Asked], question: Message) -> Iterator[tuple[Member, Sealed]]:
         yield from self.answers(step, asked, question)
 
+    def speaking(self, asked: Sequence[Asked]) -> Sequence[Asked]:
+        """Those of whom there is an answer to wait for."""
+        hostile = self.exit.hostile
+        return asked if hostile is None else [one for one in asked if hostile.speaks(one.member)]  # type: ignore[arg-type]
+
     def answers(self, step: Reply, asked: Sequence[Asked], question: Message) -> Iterator[tuple[Client, Message]]:
         assert isinstance(step, Step)
-        if (hostile := self.exit.hostile) is not None:
-            asked = [one for one in asked if hostile.speaks(one.member)]  # type: ignore[arg-type]
+        asked = self.speaking(asked)
         together = step.together or max(1, len(asked))
         for start in range(0, len(asked), together):
             group = asked[start : start + together]
             clients: list[Client] = [one.member for one in group]  # type: ignore[misc]
             computed = step.answer(self.compute, clients, question)
             for one, client, answer in zip(group, clients, computed, strict=True):
-                yield client, self.exit.leave(step, one, client, answer)
+                yield client, self._leave(step, one, client, answer)
+
+    def _leave(self, step: Reply, one: Asked, client: Client, answer: Answer) -> Message:
+        """Its message; why there is none is one, too, so that it costs nobody else anything."""
+        try:
+            return self.exit.leave(step, one, client, answer)
+        except NoAnswer as reason:
+            return Message.silent(str(reason))
 
     def detach(self) -> None:
         self.compute.detach()

@@ -16,7 +16,7 @@ class Declined(UserError):
 def check_question(floors: Floors, config: Config, question: Message) -> None:
     """Refuse a question that goes below a floor."""
     step, training, discovery = question.facts["step"], config.training, config.discovery
-    warm_start = config.router.warm_start
+    warm_start = config.router.warm_start.in_shorter_turns if step == "rewarm" else config.router.warm_start
     if floors.questions and step not in floors.questions and step not in masks.NAMES:
         raise Declined(f"this site does not answer {step!r} (floors.questions)")
     for key, asked, least in (

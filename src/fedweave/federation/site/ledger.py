@@ -31,7 +31,8 @@ class Entry(TypedDict):
 class Sums:
     """The rows of every plain sum that a site has told, in ``path`` or in memory. Sums that differ by one row tell
     its feature, and many that differ by a dozen each can be solved for the feature of every row. So in no
-    combination of all that was told may a row count for more than one of ``fewest`` rows does in their sum."""
+    combination of all that was told may a row count for more than one of ``fewest`` rows does in their sum; one
+    that stands there several times is one row, which counts for as many."""
 
     fewest = 5  # rows that tell little of each other
 
@@ -45,11 +46,7 @@ class Sums:
         mend = "restore it: it says of which rows this site has told sums"
         if self.path is not None and (known := read_json(self.path, dict[str, list[list[str]]], mend)) is not None:
             self.told = known["rows"]
-        names, seen = [], Counter[str]()
-        for row in rows:  # the same row twice is two rows
-            name = hashlib.sha256(row).hexdigest()[:16]
-            names.append(f"{name}.{seen[name]}" if seen[name] else name)
-            seen[name] += 1
+        names = [hashlib.sha256(row).hexdigest()[:16] for row in rows]
         told = self.told + [own for part in sums if (own := sorted(names[part])) and own not in self.told]
         if told and largest_part(told) > 1 / self.fewest + 1e-9:
             raise Declined(f"this sum and earlier ones together would tell of fewer than {self.fewest} rows")
@@ -61,11 +58,13 @@ class Sums:
 
 def largest_part(sums: Sequence[Sequence[str]]) -> float:
     """The most that one row counts for in any combination of these sums of rows, in squares: its leverage,
-    max over w of (w·a)² / |w·A|², where A [sums, rows] says who is in which, and a is the row's column."""
-    place = {name: i for i, name in enumerate(dict.fromkeys(name for own in sums for name in own))}
+    max over w of (w·a)² / |w·A|², where A [sums, rows] says how often who is in which, and a is
+    the row's column."""
+    counts = [Counter(name.partition(".")[0] for name in own) for own in sums]  # earlier versions numbered the same
+    place = {name: i for i, name in enumerate(dict.fromkeys(name for own in counts for name in own))}
     members = np.zeros((len(sums), len(place)))
-    for row, own in zip(members, sums, strict=True):
-        row[[place[name] for name in own]] = 1.0
+    for row, own in zip(members, counts, strict=True):
+        row[[place[name] for name in own]] = list(own.values())
     inverse = np.linalg.pinv(members @ members.T, rcond=1e-9, hermitian=True)
     return float(((inverse @ members) * members).sum(0).max())
 

@@ -18,7 +18,8 @@ from fedweave.federation.hello import Hello
 from fedweave.federation.message import Message
 from fedweave.federation.rounds import one_round
 from fedweave.federation.site.settings import SiteConfig
-from fedweave.federation.site.site import BuildMethod, Models, OwnFiles, Site
+from fedweave.federation.site.site import BuildMethod, Models, Site
+from fedweave.federation.site.source import OwnFiles
 from fedweave.federation.state import broadcast
 from fedweave.federation.steps import Asked, Reply
 
@@ -78,6 +79,7 @@ def rehearse(site: Site, config: Config, build_method: BuildMethod) -> dict[str,
     state, _ = one_round(method, engine, state, engine.members, 0)
     for _ in engine.ask(method.evaluate, engine.members, broadcast(state, 0)):
         pass
+    method.rehearse(engine, state)
     if state.signatures is not None and config.living.notice != "off":  # its last bucket is one that just came
         (member,) = engine.members
         member.assignment = [*member.assignment[:-1], -1]

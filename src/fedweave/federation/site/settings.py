@@ -1,10 +1,12 @@
 """What a site decides for itself: where its data and model are, and whom it joins. It never leaves the site."""
 
+import os
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
 from fedweave.config import BackboneConfig
+from fedweave.data.files import find_path
 from fedweave.errors import UserError
 from fedweave.files import read_text
 from fedweave.settings import build, read_yaml, setting
@@ -87,8 +89,11 @@ class Floors:
 @dataclass(frozen=True)
 class SiteConfig:
     name: str = setting("", "The site's name in the federation; it must not change.")
-    data: str = setting("", "JSONL file of training rows.")
-    validation: str | None = setting(None, "JSONL file to validate on; without it a share of data is kept back.")
+    data: str = setting("", "File of training rows: JSONL, CSV, TSV or Parquet.")
+    validation: str | None = setting(None, "File to validate on; without it a share of data is kept back.")
+    fields: tuple[str, ...] = setting(
+        (), "Names of this site's columns, as in {prompt: question, response: answer}.", pairs=True
+    )
     state: str = setting("state", "Folder for keys of the local link and for parameters that never leave.")
     backbone: ModelSettings = field(default_factory=ModelSettings)
     superlink: LinkSettings = field(default_factory=LinkSettings)
@@ -100,11 +105,11 @@ def load_site(path: Path) -> SiteConfig:
     if not path.is_file():
         raise UserError(f"there is no site file {path}; examples/deployment/site.yaml is one to copy.")
     tree = read_yaml(read_text(path), str(path))
-    config: SiteConfig = build(SiteConfig, tree)
+    config: SiteConfig = build(SiteConfig, tree, what="key of a site's file")
     if not config.name or not config.name.replace("-", "").replace("_", "").isalnum():
         raise UserError(f"{path}: name must be letters, digits, - and _, not {config.name!r}.")
     if not config.data:
-        raise UserError(f"{path}: data is missing; it names the JSONL file of this site.")
+        raise UserError(f"{path}: data is missing; it names the file of this site's rows.")
     link = config.superlink
     if not link.insecure and not (link.root_certificates and link.private_key):
         raise UserError(
@@ -125,3 +130,22 @@ def load_site(path: Path) -> SiteConfig:
         backbone=replace(config.backbone, model=str(local) if local.exists() else model),
         superlink=replace(link, **found(link, "root_certificates", "private_key")),
     )
+
+
+def check_link(link: LinkSettings) -> None:
+    """What Flower's SuperNode would find out by itself: it would end, be started again, and end again."""
+    host, _, port = link.address.rpartition(":")
+    if not host or not port.isdecimal():
+        raise UserError(f"superlink.address={link.address} must be a host and a port, as in 127.0.0.1:8000.")
+    for key, mark in {"root_certificates": "BEGIN CERTIFICATE", "private_key": "PRIVATE KEY"}.items():
+        name = getattr(link, key)
+        if link.insecure or not name:
+            continue
+        path = find_path(name, f"superlink.{key}=")
+        if os.access(path, os.R_OK) and mark not in path.read_text(
+            errors="replace"
+        ):  # the key may be another user's
+            what = "certificate" if key == "root_certificates" else "private key"
+            raise UserError(
+                f"superlink.{key}={name} holds no {what}; make-certificates.sh makes one for every site."
+            )

@@ -1,5 +1,4 @@
-"""A site answers questions: the same client code as in a simulation, on one client. Its rows and its model are its
-own files, or its share of a simulated federation.
+"""A site answers questions: the same client code as in a simulation, on one client.
 
 Its rows, features, buckets and labels stay in this process; what leaves, leaves by :mod:`fedweave.federation.exit`.
 """
@@ -8,7 +7,7 @@ import copy
 import secrets
 import traceback
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TypedDict
 
@@ -20,9 +19,7 @@ from fedweave.backbone.load import Backbone, load_backbone
 from fedweave.backbone.prompts import PromptFormat
 from fedweave.config import BackboneConfig, Config, from_tree
 from fedweave.console import Console
-from fedweave.data import load_data
 from fedweave.data.examples import Example
-from fedweave.data.own import hold_out, read_examples
 from fedweave.errors import UserError
 from fedweave.federation import masks
 from fedweave.federation.admission import Sealed
@@ -30,119 +27,23 @@ from fedweave.federation.checkpoint import load_checkpoint, save_checkpoint
 from fedweave.federation.client import Client
 from fedweave.federation.engines.in_process import InProcessEngine
 from fedweave.federation.hello import Hello
-from fedweave.federation.message import Message
+from fedweave.federation.message import Message, NoAnswer
 from fedweave.federation.method import Method
 from fedweave.federation.news import News
 from fedweave.federation.private import known_sizes
-from fedweave.federation.site.feed import SiteFeed, Split, read_saved
+from fedweave.federation.site.feed import SiteFeed, read_saved
 from fedweave.federation.site.floors import Declined, check_buckets, check_model, check_question
 from fedweave.federation.site.ledger import Ledger, Sums
-from fedweave.federation.site.settings import Floors, SiteConfig, own_files
+from fedweave.federation.site.settings import own_files
+from fedweave.federation.site.source import Source
 from fedweave.federation.steps import Asked
+from fedweave.files import recover_folder
 from fedweave.json_files import Damaged
 from fedweave.settings import read_yaml
-from fedweave.streams import stream_key
 from fedweave.training.batch import ClientData
 
 BuildMethod = Callable[[Config], Method]
 _MEMORY = "memory"  # the site's own folder for what nobody else has
-
-
-class OwnFiles:
-    """A real site."""
-
-    secret = True  # nobody else knows its noise
-
-    def __init__(self, site: SiteConfig):
-        self.site, self.name, self.floors = site, site.name, site.floors
-        self.splits = not site.validation
-        self.state: Path | None = Path(site.state)  # where private parameters are kept; None: in memory
-        self._seen: tuple[int, int] | None = None  # when the file was last written, and its size, at the last look
-
-    def backbone(self, config: BackboneConfig) -> BackboneConfig:
-        """The federation's backbone as this site loads it."""
-        return replace(config, **own_files(self.site.backbone))
-
-    def rows(self, config: Config, index: int) -> tuple[list[Example], list[Example]]:
-        """Training and validation rows of client ``index``."""
-        rows = self._read()
-        if self.site.validation:
-            return rows, read_examples(_existing(self.site.validation, "validation"))
-        return self.split(config, index, rows)
-
-    def everything(self) -> list[Example]:
-        rows, self._seen = self._read(), None
-        return rows
-
-    def look(self, index: int, t: int) -> list[Example] | None:
-        return None if self._seen == _written(_existing(self.site.data, "data")) else self._read()
-
-    def _read(self) -> list[Example]:
-        path = _existing(self.site.data, "data")
-        self._seen = _written(path)
-        rows = read_examples(path)
-        if not rows:
-            raise UserError(f"{self.site.data} is empty; add examples.")
-        return rows
-
-    def split(self, config: Config, index: int, rows: list[Example], version: int = 0) -> Split:
-        """Rows kept back for validation, unless the site has a file of them."""
-        if self.site.validation:
-            return rows, []
-        held: dict[str, list[Example]] = {"validation": []}
-        key = stream_key("holdout", config.seed, index, *([version] if version else []))
-        return hold_out(rows, ["validation"], held, config.data.holdout, key), held["validation"]
-
-    def labels(self, config: Config) -> list[str] | None:
-        """The names of all kinds, for upper bounds that are told them; a real site knows no such list."""
-        return None
-
-
-class Share:
-    """Client ``index`` of a simulation; the validation examples are dealt out, so that their mean is the same."""
-
-    splits = False
-    secret = False  # a simulation gives the same figures again
-    floors = Floors(batch=1, clip=0.0)  # a simulation has nobody to protect
-
-    def __init__(self, config: Config, index: int, state: Path | None = None):
-        self.config, self.data, self.state = config, load_data(config), state
-        self.index, self.name = index, list(self.data.clients)[index]
-
-    def backbone(self, config: BackboneConfig) -> BackboneConfig:
-        return config
-
-    def rows(self, config: Config, index: int) -> tuple[list[Example], list[Example]]:
-        return self.data.clients[self.name], self.data.validation[self.index :: len(self.data.clients)]
-
-    def everything(self) -> list[Example]:
-        course = self.data.courses.get(self.name)
-        return course.rows if course else self.data.clients[self.name]
-
-    def look(self, index: int, t: int) -> list[Example] | None:
-        course = self.data.courses.get(self.name)
-        return [course.rows[i] for i in course.here[course.last(t)]] if course else None
-
-    def split(self, config: Config, index: int, rows: list[Example], version: int = 0) -> Split:
-        return rows, []
-
-    def labels(self, config: Config) -> list[str] | None:
-        return self.data.kinds()
-
-
-Source = OwnFiles | Share
-
-
-def _written(path: Path) -> tuple[int, int]:
-    found = path.stat()
-    return found.st_mtime_ns, found.st_size
-
-
-def _existing(name: str, key: str) -> Path:
-    path = Path(name)
-    if not path.is_file():
-        raise UserError(f"{key}: there is no file {path}.")
-    return path
 
 
 class Remembered(TypedDict):
@@ -202,12 +103,12 @@ class Site:
         be opened is the server's fault, and no reason to stop."""
         try:
             return self.reply(sealed if isinstance(sealed, Message) else sealed())
-        except Declined as error:
+        except (Declined, NoAnswer) as error:
             self.console.warn(str(error))
-            return Message(facts={"error": str(error)})
+            return Message.silent(str(error))
         except Exception as error:  # what went wrong here may quote a row or a path: it stays here
             self.console.warn(str(error) if isinstance(error, UserError) else traceback.format_exc())
-            return Message(facts={"error": f"{type(error).__name__}; the site's own log says more"})
+            return Message.silent(f"{type(error).__name__}; the site's own log says more")
 
     def reply(self, question: Message) -> Message:
         return self.hello(question) if question.facts["step"] == Hello.name else self._answer(question)
@@ -256,7 +157,7 @@ class Site:
         ((_, message),) = engine.answers(step, asked, question)
         check_buckets(floors, session.client.sizes)
         self._remember(session)
-        return message
+        return message.spoken()
 
     # ---------------------------------------------------------------------------------- what the site holds
 
@@ -296,6 +197,8 @@ class Site:
         client = Client(index, feed.here, held=feed.held, feed=feed, least=self.source.floors.least)
         if saved is not None:
             feed.restore(client, saved)
+        if folder is not None:
+            recover_folder(folder / _MEMORY)
         if folder is not None and (folder / _MEMORY).is_dir():
             try:
                 tensors, meta = load_checkpoint(folder / _MEMORY, Remembered)

@@ -77,14 +77,14 @@ class FlowerEngine(Engine):
     def enrol(self, sites: int) -> None:
         """Wait for the sites that alignment needs; their names in order give their indices. Where the server knows
         no model of its own, it is the one that as many sites have: a single one cannot keep the others out."""
-        self._wait(lambda: self._agreed(sites) and len(self._waiting) >= sites, f"{sites} sites")
+        self._wait(lambda: self._agreed(sites) and len(self._waiting) >= sites, f"{sites} sites", sites)
         self.members = [replace(self._waiting[name], index=i) for i, name in enumerate(sorted(self._waiting))]
         self._waiting = {}
         self.console.say(f"sites: {', '.join(client.name for client in self.members)}")
 
     def meet(self) -> None:
         """Wait for anybody at all, where the run does not remember the model."""
-        self._wait(lambda: self._agreed(1), "a site")
+        self._wait(lambda: self._agreed(1), "a site", 1)
 
     def _agreed(self, sites: int) -> bool:
         """Whether the model is known, or so many sites have the same."""
@@ -110,6 +110,7 @@ class FlowerEngine(Engine):
                 or (time.monotonic() > end and len(self._here()) >= self.needed)
             ),
             f"the run's {len(self.members)} sites",
+            len(self.members),
         )
 
     @property
@@ -143,13 +144,15 @@ class FlowerEngine(Engine):
     def present(self) -> list[RemoteSite]:
         """The sites that can be asked now; too few are waited for."""
         self._look_around()
-        self._wait(lambda: len(self._here()) >= self.needed, f"{self.needed} sites")
+        self._wait(lambda: len(self._here()) >= self.needed, f"{self.needed} sites", self.needed)
         return [site for site in self._here() if site.takes_part and site.name not in self.quarantined]
 
-    def _wait(self, enough: Callable[[], bool], what: str) -> None:
+    def _wait(self, enough: Callable[[], bool], what: str, sites: int) -> None:
+        """For so many sites, which whoever watches the run sees come."""
         started, said = time.monotonic(), 0.0
         while True:
             self._look_around()
+            self.console.on_progress("sites here", len(self._here() or self._waiting), sites)
             if enough():
                 return
             waited = time.monotonic() - started

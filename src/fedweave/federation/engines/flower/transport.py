@@ -124,13 +124,10 @@ class Bounded(Protocol):
 
 
 def opened(reply: FlowerMessage, most: int) -> Message:
-    """The message in a reply, or :class:`NoAnswer` with the error inside, of Flower or of the site."""
+    """The message in a reply, or :class:`NoAnswer` with Flower's error."""
     if reply.has_error():
         raise NoAnswer(_REASONS.get(reply.error.code) or reply.error.reason or f"Flower error {reply.error.code}")
-    message = from_records(reply.content, most)
-    if "error" in message.facts:
-        raise NoAnswer(str(message.facts["error"])[:300].rstrip("."))
-    return message
+    return from_records(reply.content, most)
 
 
 def is_lost(reply: FlowerMessage) -> bool:

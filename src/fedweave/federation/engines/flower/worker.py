@@ -5,14 +5,15 @@ import signal
 
 from flwr.app import Message as FlowerMessage
 
-from fedweave.config import BackboneConfig
+from fedweave.config import BackboneConfig, Config
 from fedweave.console import Console
 from fedweave.federation.engines.flower.launch import SuperNode
 from fedweave.federation.engines.flower.switches import hush
 from fedweave.federation.engines.flower.tasks import answer_messages
 from fedweave.federation.engines.flower.transport import from_records, to_records
 from fedweave.federation.site.settings import SiteConfig
-from fedweave.federation.site.site import BuildMethod, Models, OwnFiles, Site
+from fedweave.federation.site.site import BuildMethod, Models, Site
+from fedweave.federation.site.source import OwnFiles
 
 
 def work(site: SiteConfig, build_method: BuildMethod, console: Console, own_supernode: bool) -> None:
@@ -20,6 +21,7 @@ def work(site: SiteConfig, build_method: BuildMethod, console: Console, own_supe
     whenever it ends; without, somebody else runs one with the same port and secret."""
     hush()
     source = OwnFiles(site)
+    source.rows(Config(), 0)  # rows that cannot be read show here, before a federation waits for them
     node = SuperNode(site, console)
     models = Models()
     answering = Site(source, models, build_method, console)
