@@ -1,14 +1,16 @@
-"""Memory and time of a run whose backbone stays quantised, beside the same run with plain weights.
+"""Memory and time of a run whose backbone stays quantised, or computes in bfloat16, beside the same run with plain
+weights.
 
     python -m benchmarks.quantised [--weights dense,stored] [--turns 2] [--together] [--before FOLDER] [key=value …]
 
 Every kind of ``backbone.weights`` is a whole run of the quickstart in a process of its own: features, discovery,
-rounds and test. Overrides choose the model and the size, as in ``backbone.model=FILE.gguf training.rounds=1``.
-Printed are the process's peak memory, what the weights alone take, seconds of the run and of its phases, processor
-seconds, the best validation loss, and each as a ratio to the first kind; of several turns the median. A GGUF file
-is read once before anything is measured, and no features come from a cache. On a busy machine processor seconds of
-kinds that run together, with OMP_NUM_THREADS=1, still mean something: all meet the same load. ``--before`` puts the
-same run with plain weights by the code of another checkout first, as one from before weights could stay quantised.
+rounds and test; ``dense@bfloat16`` is one with that ``backbone.dtype``. Overrides choose the model and the size, as
+in ``backbone.model=FILE.gguf training.rounds=1``. Printed are the process's peak memory, what the weights alone
+take, seconds of the run and of its phases, processor seconds, the best validation loss, and each as a ratio to the
+first kind; of several turns the median. A GGUF file is read once before anything is measured, and no features come
+from a cache. On a busy machine processor seconds of kinds that run together, with OMP_NUM_THREADS=1, still mean
+something: all meet the same load. ``--before`` puts the same run with plain weights by the code of another checkout
+first, as one from before weights could stay quantised.
 """
 
 from __future__ import annotations
@@ -40,7 +42,7 @@ def one(weights: str, overrides: list[str]) -> dict[str, float]:
     load = workspace.load_backbone
     workspace.load_backbone = lambda config: loaded.append(load(config)) or loaded[-1]  # type: ignore[func-returns-value]
     with tempfile.TemporaryDirectory() as folder:
-        config = load_config("quickstart", [*overrides, f"backbone.weights={weights}"])
+        config = load_config("quickstart", [*overrides, *settings_of(weights)])
         summary = start(config, Path(folder) / "run", Console(quiet=True))
     assert summary is not None
     timing = summary["timing"]
@@ -98,9 +100,14 @@ def measured(kind: str, overrides: list[str], before: Path | None) -> dict[str, 
             _run(["-c", _READ, *overrides], cache, before)
             out = _run(["-c", _OTHER, *overrides], cache, before)
         else:
-            _run(["-c", _READ, *overrides, f"backbone.weights={kind}"], cache)
+            _run(["-c", _READ, *overrides, *settings_of(kind)], cache)
             out = _run(["-m", "benchmarks.quantised", "--child", kind, *overrides], cache)
     return json.loads(out.splitlines()[-1])
+
+
+def settings_of(kind: str) -> list[str]:
+    weights, _, dtype = kind.partition("@")
+    return [f"backbone.weights={weights}", *([f"backbone.dtype={dtype}"] if dtype else [])]
 
 
 BEFORE = "before"

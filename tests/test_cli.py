@@ -148,7 +148,6 @@ def test_run_into_an_existing_folder(complains, place):
     [
         ("backbone.model=./nowhere", "backbone.model=./nowhere is neither a folder"),
         ("backbone.device=tpu", "backbone.device='tpu' is no device"),
-        ("backbone.dtype=bfloat16", "backbone.dtype=bfloat16 needs a CUDA device"),
         ("experts.target_modules=query", "experts.target_modules: 'query' matches no layer"),
         ("backbone.max_length=16", "leaves no room for its prompt within backbone.max_length=16"),
         ("backbone.prompt=chat", "has no chat template; use backbone.prompt=plain"),

@@ -12,13 +12,16 @@ from transformers import AutoModelForCausalLM
 from fedweave.backbone import catalog
 from fedweave.backbone import weights as hashing
 from fedweave.backbone.announced import check_room
-from fedweave.backbone.device import pick_device, pick_dtype
+from fedweave.backbone.device import multiplies_bfloat16, pick_device, pick_dtype
 from fedweave.backbone.load import load_backbone
 from fedweave.backbone.packing import pack
 from fedweave.backbone.weights import weights_hash
 from fedweave.config import BackboneConfig
 from fedweave.errors import UserError
+from fedweave.federation.rounds import federate
+from fedweave.methods import build_method
 from tests.conftest import FAMILIES
+from tests.federations import changed, make_engine
 
 
 def load(model, **settings):
@@ -105,8 +108,27 @@ def test_absent_weight_is_a_user_error_that_names_it(damaged):
 # -------------------------------------------------------------------------------------- device and dtype
 
 
-def test_bfloat16_on_a_cpu_is_a_user_error(model_folder):
+def test_bfloat16_needs_a_processor_that_multiplies_it(model_folder, monkeypatch):
+    monkeypatch.setattr("fedweave.backbone.device.multiplies_bfloat16", lambda: False)
     assert complaint(model_folder("llama"), dtype="bfloat16").startswith("backbone.dtype=bfloat16 needs a CUDA")
+    monkeypatch.setattr("fedweave.backbone.device.multiplies_bfloat16", lambda: True)
+    assert pick_dtype("bfloat16", torch.device("cpu")) == torch.bfloat16
+
+
+@pytest.mark.skipif(not multiplies_bfloat16(), reason="this processor does not multiply bfloat16")
+def test_a_federation_in_bfloat16_on_a_cpu_learns_what_one_in_float32_does(config):
+    """Adapters and their optimiser are float32 in both."""
+    losses: dict[str, list[float]] = {}
+    for dtype in ("float32", "bfloat16"):
+        own = changed(config, backbone={"dtype": dtype}, training={"rounds": 2})
+        backbone, told = load_backbone(own.backbone), losses.setdefault(dtype, [])
+        engine, method = make_engine(own, backbone), build_method(own)
+        assert backbone.dtype == getattr(torch, dtype)
+        state = method.prepare(engine)
+        federate(method, engine, state, range(2), lambda _, report, told=told: told.append(report.train_loss))
+        engine.detach()
+    assert losses["bfloat16"][1] < losses["bfloat16"][0]
+    assert losses["bfloat16"] == pytest.approx(losses["float32"], rel=0.03)
 
 
 @pytest.mark.parametrize("device", ["tpu9", "", "meta", "mps"])

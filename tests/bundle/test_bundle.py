@@ -149,9 +149,8 @@ def test_one_tokenizer_lies_under_many_names(exported):
 def test_where_and_how_it_computes_can_be_said(bundle, trained):
     for folder in (bundle, trained):
         assert "float32 on cpu" in repr(load(folder, device="cpu", dtype="float32"))
-        for dtype, message in (("int8", "backbone.dtype"), ("bfloat16", "needs a CUDA device")):
-            with pytest.raises(UserError, match=message):
-                load(folder, device="cpu", dtype=dtype)
+        with pytest.raises(UserError, match=r"backbone\.dtype"):
+            load(folder, device="cpu", dtype="int8")
 
 
 def test_a_pipeline_needs_an_experts_folder_alone(trained, tmp_path, model_folder):

@@ -36,9 +36,15 @@ def processes_on(device: torch.device) -> int:
 def pick_dtype(name: str, device: torch.device) -> torch.dtype:
     if name == "auto":
         return torch.bfloat16 if device.type == "cuda" else torch.float32
-    if name == "bfloat16" and device.type == "cpu":
+    if name == "bfloat16" and device.type == "cpu" and not multiplies_bfloat16():
         raise UserError(
-            "backbone.dtype=bfloat16 needs a CUDA device: on a CPU it is many times slower or fails outright; "
-            "use float32 or auto."
+            "backbone.dtype=bfloat16 needs a CUDA device, or a processor that multiplies bfloat16 itself (AVX-512 "
+            "BF16 or AMX): on this one it is many times slower or fails outright; use float32 or auto."
         )
     return getattr(torch, name)
+
+
+def multiplies_bfloat16() -> bool:
+    """Whether the processor does; others imitate it, or end with an illegal instruction."""
+    known = (getattr(torch.cpu, f"_is_{name}_supported", None) for name in ("avx512_bf16", "amx_tile"))
+    return any(supported() for supported in known if supported is not None)

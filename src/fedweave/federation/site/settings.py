@@ -20,7 +20,8 @@ class ModelSettings:
     revision: str | None = setting(None, "Branch, tag or commit of a hub model.")
     device: str = setting("auto", "auto (CUDA when there is one), cpu, cuda or cuda:N.")
     dtype: Literal["auto", "float32", "bfloat16"] = setting(
-        "auto", "Weights of the backbone: auto is bfloat16 on CUDA and float32 on a CPU."
+        "auto",
+        "Weights of the backbone: auto is bfloat16 on CUDA and float32 on a CPU; docs/performance.md says more.",
     )
     weights: Literal["dense", "stored", "nf4", "nf4-double"] | None = setting(
         None, "How they stay in memory (docs/backbones.md), where that is not for the federation to say."
