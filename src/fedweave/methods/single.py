@@ -58,11 +58,18 @@ class SingleAdapter(Method):
         return ""
 
     def shared(self, layout: AdapterLayout, t: int) -> torch.Tensor | None:
-        turns = self.sends.split("|")
-        factors = turns[t % len(turns)]
+        factors = self._factors(t)
         if factors in ("AB", ""):
             return None if factors else torch.zeros_like(layout.is_b)
         return layout.is_b if factors == "B" else ~layout.is_b
+
+    def turn(self, t: int) -> str:
+        return self._factors(t) if "|" in self.sends else ""
+
+    def _factors(self, t: int) -> str:
+        """Those that travel in round t."""
+        turns = self.sends.split("|")
+        return turns[t % len(turns)]
 
     @classmethod
     def payload(cls, sizes: Sizes) -> Payload:
