@@ -205,7 +205,7 @@ class FedSALoRA(_OwnParameters):
         theta, private = state.theta + shared.step(), engine.kept(OWN)
         if private is None:
             return replace(state, theta=theta)
-        weights = torch.tensor(state.report["client_samples"], device=private.device, dtype=private.dtype)
+        weights = torch.tensor([len(member) for member in engine.members]).to(private)  # rows come and go
         mean_b = (weights[:, None] * private).sum(0) / weights.sum()
         is_b = state.layout.is_b.to(theta.device)
         return replace(state, theta=torch.where(is_b, mean_b, theta), private=private)
