@@ -61,6 +61,7 @@ def _check_private(config: Config) -> None:
         raise UserError(f"privacy.level={level} has no guarantee for method={config.method}; choose one of {able}.")
     aligned = bool(PRIVATE[config.method])
     clusters = aligned and config.method != "fedlease"
+    plays_clients = config.data.source != "sites" and config.engine == "in-process"
     for broken, sentence in (
         (
             clusters and config.discovery.max_buckets > 1,
@@ -70,6 +71,11 @@ def _check_private(config: Config) -> None:
         (
             level == "client" and config.method == "fedlease",
             "does not go with fedlease, whose routers vote by numbers of examples; use method=fedweave",
+        ),
+        (
+            level == "client" and config.method == "fedsa-lora" and plays_clients,
+            "does not go with fedsa-lora in one process: its model would hold the mean of what clients keep, which "
+            "has no noise; use engine=flower, where nobody has such a model, or privacy.level=example",
         ),
         (
             aligned and not config.discovery.sketch,

@@ -141,3 +141,28 @@ def test_a_sample_of_nothing_is_refused(tiny_run, argument, complains):
 def test_nothing_at_all_to_diagnose_is_one_sentence(tiny_copy, own_rows):
     with pytest.raises(UserError, match="there is nothing to diagnose"):
         diagnose(tiny_copy(*own_rows, "method=fedit"), QUIET, clients=1)
+
+
+@pytest.mark.parametrize("which, kept", [("last", {2, 3}), ("best", {2, 3}), ("start", {0})])
+def test_a_run_whose_experts_opened_is_diagnosed_with_the_buckets_of_its_round(tiny_copy, which, kept):
+    changes = ["data.train=40", "data.changes=['2: all gain sum']"]
+    folder = tiny_copy(*changes, "living.notice=open", "living.least=2", "living.alarms=0.5")
+    subject = open_subject(folder, which, QUIET)
+    assert set(subject.states) == kept and subject.anchor.max() < subject.state.layout.experts
+    found = diagnose(folder, QUIET, clients=1, which=which)
+    assert found["refused"] == {} and {*map(int, found["contamination"]["rounds"])} == kept
+    assert ("sum" in found["patterns"]) is (which != "start"), "nobody had sums in the beginning"
+
+
+def test_rows_that_wait_for_an_expert_are_left_aside(tiny_copy):
+    folder = tiny_copy("data.changes=['2: all gain 30% of edit']", "living.notice=open", "living.least=1000")
+    subject = open_subject(folder, "last", QUIET)
+    waiting = [len(client.waiting) for client in subject.workspace.engine.members]
+    assert any(waiting) and [len(c.data) for c in subject.clients] == [
+        len(client.data) - n for client, n in zip(subject.workspace.engine.members, waiting, strict=True)
+    ]
+    assert diagnose(folder, QUIET, clients=1, which="last")["refused"] == {}
+
+
+def test_a_client_that_claims_a_thousand_times_its_rows_is_diagnosed_by_those_that_it_has(tiny_copy):
+    assert diagnose(tiny_copy("attack.kind=inflate"), QUIET, clients=3)["refused"] == {}

@@ -37,6 +37,23 @@ def test_a_kind_that_comes_later_is_nobodys_before():
     )
 
 
+def test_what_clients_have_in_the_end_depends_on_how_long_it_lasts():
+    data = load("2: client_0 gains sum", "3: all lose mood")
+    for rounds, sums, moods in (
+        (0, False, True),
+        (1, False, True),
+        (2, True, True),
+        (3, True, False),
+        (9, True, False),
+    ):
+        rows = data.after(rounds)
+        assert list(rows) == list(data.clients)
+        assert (("sum" in {e.task for e in rows["client_0"]}), any(e.task == "mood" for e in rows["client_0"])) == (
+            sums, moods and any(e.task == "mood" for e in data.clients["client_0"]),
+        )  # fmt: skip
+    assert load().after(3) == load().clients
+
+
 def test_rows_that_are_there_keep_their_order_and_a_lost_kind_is_gone():
     data = load("3: client_0 gains sum", "5: all lose mood")
     course = data.courses["client_0"]

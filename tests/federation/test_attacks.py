@@ -61,6 +61,16 @@ def test_a_thousand_times_the_examples_are_believed_and_held_down_by_the_ceiling
     assert moves[0] < 0 < moves[1]
 
 
+@pytest.mark.parametrize("method", ["without-prototype-expert", "without-client-router", "fedrouter"])
+def test_whatever_the_method_a_thousand_times_the_examples_contradict_nothing(method, config, backbone):
+    config = changed(config, method=method, attack={"kind": "inflate", "clients": 0.4})
+    _, _, report, engine = first_round(config, backbone)
+    (hostile,) = hostile_clients(config)
+    assert len(report.receipts.accepted) == len(engine.members) and not report.receipts.refused
+    *counts, samples = report.agreement._counts[hostile]
+    assert max(counts) <= samples and max(counts) >= BOAST, "it is believed"
+
+
 @pytest.mark.parametrize("labels", ["buckets", "router"])
 def test_who_claims_experts_that_it_was_not_given_is_refused(labels, config, backbone):
     """Where the router labels examples any of them may be any expert's, but each is one's alone."""

@@ -65,6 +65,25 @@ def test_a_repeated_round_is_the_same_and_a_nan_does_not_stay():
     assert torch.isfinite(decode("x", leaving(memory, 3, part, "int8"), "int8")).all()
 
 
+@pytest.mark.parametrize("dtype", SMALLER)
+def test_factors_that_take_turns_are_owed_their_own(dtype, config, backbone):
+    """RoLoRA sends B in one round and A in the next, under one name: what rounding took from B is B's."""
+    config, owed = with_method(config, "rolora"), []
+    for rounds in (1, 2, 3):
+        _, final, _, _ = train(config, backbone, dtype, rounds)
+        _, full, _, _ = train(config, backbone, "float32", rounds)
+        owed.append((final.theta - full.theta).norm() / (full.theta - full.layout.initial(config.seed)).norm())
+    assert max(owed) < 0.02
+    memory, b, a = Memory(), torch.tensor([1.0, 1e-4]), torch.tensor([-1.0, 0.0])
+    client = Client(0, None, memory=memory)
+    exit_ = Exit(from_tree({"federation": {"update_dtype": "int8"}}), {}, travels=True)
+    for t, (part, turn) in enumerate([(b, "B"), (a, "A"), (b, "B"), (a, "A")]):
+        memory.begin(t)
+        sent = decode("x", exit_._rounded(client, "x", part, turn), "int8")
+        assert turn == "B" or not sent[1], "nothing of B"
+    assert memory.after["residual.x.B"][1] == pytest.approx(2e-4)
+
+
 def train(config, backbone, dtype: str, rounds: int = 6):
     """(states before and after, mean training loss of every round, bytes that a client sent in a round)"""
     tree = to_tree(config)

@@ -2,6 +2,7 @@
 constant, known or noised, and what is spent is neither lost nor repeated."""
 
 import json
+import math
 from collections import defaultdict
 from dataclasses import replace
 from itertools import pairwise
@@ -12,6 +13,7 @@ import torch
 from fedweave.cli import main
 from fedweave.console import Console
 from fedweave.errors import UserError
+from fedweave.federation.compute import Compute
 from fedweave.federation.evaluate import Evaluate
 from fedweave.federation.exit import filters
 from fedweave.federation.message import Message
@@ -175,6 +177,28 @@ def test_an_examples_signature_is_no_longer_than_the_clip_and_the_sum_has_its_no
         assert 0 < (a - b).norm() <= CLIP * 1.02  # half precision
     noise = signed(1e3, 8) - sums[1]
     assert noise.std().item() == pytest.approx(1e3 * CLIP, rel=0.2)
+
+
+def test_an_example_that_diverges_is_heard_of_by_nobody(config, backbone, monkeypatch):
+    """Its gradient counts nothing in a signature, and its loss as much as the largest."""
+    real = Compute.gradients, Compute.losses
+
+    def gradients(compute, layout, lane):
+        for some in real[0](compute, layout, lane):
+            some[0] = torch.nan
+            yield some
+
+    def losses(compute, *asked):
+        return torch.where(torch.arange(len(asked[2])) > 0, real[1](compute, *asked), torch.nan)
+
+    monkeypatch.setattr(Compute, "gradients", gradients)
+    monkeypatch.setattr(Compute, "losses", losses)
+    for level in ("example", "client"):
+        for _, _, message in [
+            one for answers in sent(private(config, level), backbone).values() for one in answers
+        ]:
+            assert all(torch.isfinite(tensor.double()).all() for tensor in message.tensors.values())
+            assert math.isfinite(message.facts.get("total", 0.0))
 
 
 @pytest.mark.usefixtures("smooth_optimiser")

@@ -7,8 +7,10 @@ import torch
 
 from fedweave.alignment.align import Alignment
 from fedweave.federation.admission import Receipts
+from fedweave.federation.message import Message
 from fedweave.federation.news import Change
 from fedweave.federation.rounds import one_round
+from fedweave.federation.state import router_facts
 from fedweave.methods import build_method, preparation
 from fedweave.router.mlp import RouterLayout
 from tests.federations import changed, make_engine
@@ -114,6 +116,19 @@ def test_nobody_is_asked_where_experts_stay(config, wary, other):
     over_sites = changed(config, data={"source": "sites"})
     assert build_method(over_sites).contest is not None and build_method(config).contest is None
     assert build_method(changed(wary, **other)).contest is None
+
+
+def test_who_has_a_bucket_without_an_expert_has_a_vote(wary, backbone, monkeypatch):
+    """As a late site may have, or one whose expert has closed."""
+    engine, method, _, _ = prepared(wary, backbone, monkeypatch, winner=1)  # which closes
+    some = [client for client in engine.members if {-1} < {*client.assignment}]
+    router, heard = RouterLayout(engine.width, 8, 2), Receipts()
+    phi = router.initial(0)
+    answers = list(engine.ask(method.contest.where, some, Message({"phi": phi}, router_facts(router)), heard))
+    engine.detach()
+    assert len(answers) == len(some) > 0 and not heard.refused
+    for client, (counts, picks) in answers:
+        assert len(picks) == len(client.assignment) and counts.sum() == len(client.rows) < len(client.data)
 
 
 # ------------------------------------------------------------------------------------------ by a vote

@@ -106,6 +106,7 @@ def test_without_the_package_one_sentence_says_what_to_install(monkeypatch):
         ({"discovery": {"max_buckets": 8}}, r"needs discovery\.max_buckets=1"),
         ({"discovery": {"sketch": 0}}, r"set discovery\.sketch, as in 4"),
         ({"method": "fedlease"}, "does not go with fedlease"),
+        ({"method": "fedsa-lora"}, "does not go with fedsa-lora in one process"),
         ({"experts": {"labels": "router"}}, r"needs experts\.labels=buckets"),
         ({"router": {"familiar": 0.9}}, r"needs router\.familiar=1"),
         ({"data": {"source": "sites"}, "federation": {"repeats": 1}}, r"needs federation\.repeats=0"),
@@ -114,3 +115,9 @@ def test_without_the_package_one_sentence_says_what_to_install(monkeypatch):
 def test_what_would_tell_more_than_the_noise_allows_is_refused_first(sections, sentence):
     with pytest.raises(UserError, match=sentence):
         private(**sections)
+
+
+def test_parameters_that_clients_keep_are_in_no_model_without_noise():
+    """Over sites nobody has a model of them, and noise for single examples is in every step that they come from."""
+    for other in ({"engine": "flower"}, {"data": {"source": "sites"}}, {"privacy": {"level": "example"}}):
+        private(**{"method": "fedsa-lora", "federation": {"repeats": 0}, **other})

@@ -3,6 +3,7 @@
 import pytest
 
 import fedweave
+from fedweave.analysis.subject import open_subject
 from fedweave.cli import main
 from fedweave.config import load_config
 from fedweave.console import Console
@@ -222,3 +223,11 @@ def test_another_method_says_that_it_cannot(small, complains, tmp_path):
         "run", "quickstart", *small, "method=fedit", "living.notice=open", f"output={tmp_path / 'run'}"
     )
     assert "method=fedit cannot open experts in mid-run; set living.notice=off" in said
+
+
+def test_clients_are_tested_on_what_they_have_in_the_end(tiny_run):
+    folder = tiny_run("data.train=40", "data.changes=['2: all gain sum']", "living.notice=open", "living.least=2",
+                      "living.alarms=0.5")  # fmt: skip
+    test = open_subject(folder, "last", Console(quiet=True)).workspace.test
+    sums = [label == "sum" for label in test.labels]
+    assert all(test.clients.of(name)[sums].sum() > 0 for name in test.clients.names)

@@ -221,7 +221,7 @@ def measure_risk(subject: Subject, sample: Sample, console: Console) -> RiskRepo
     for client in sample.clients:
         rng = np.random.default_rng(stream_key("diagnose", workspace.config.seed, client.index, "risk"))
         count = sample.batches * sample.batch_size * len(client.buckets)
-        drawn[client.index] = rng.permutation(len(client))[:count]
+        drawn[client.index] = rng.permutation(len(client.data))[:count]
     total = (experts + 1) * sum(map(len, drawn.values()))
     bar = console.progress("losses of every expert alone", total, "examples")
     for client in sample.clients:

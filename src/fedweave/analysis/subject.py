@@ -34,7 +34,7 @@ class Subject:
 
     workspace: Workspace
     method: Method
-    states: dict[int, ServerState]  # kept states, by completed rounds
+    states: dict[int, ServerState]  # kept states with the experts of the one under diagnosis, by completed rounds
     round: int  # the one under diagnosis
     completed: int  # rounds that the run has made
 
@@ -44,7 +44,7 @@ class Subject:
 
     @cached_property
     def clients(self) -> list[Client]:
-        """Those that train, without buckets that no expert serves."""
+        """Those that train, without rows that no expert serves."""
         return [_served(client) for client in self.workspace.engine.members if client.takes_part]
 
     # ---------------------------------------------------------------------------------- patterns
@@ -65,7 +65,7 @@ class Subject:
         for client in self.workspace.engine.members:
             if client.takes_part:
                 own = np.array([self.patterns.index(x) for x in labels[client.index]])
-                found[client.index] = own[client.rows] if -1 in client.assignment else own
+                found[client.index] = own[client.rows]
         return found
 
     def mixture(self, client: Client, members: np.ndarray | None = None) -> np.ndarray:
@@ -88,7 +88,7 @@ class Subject:
     @cached_property
     def unit(self) -> dict[int, np.ndarray]:
         """[n] the unit that each example of a client lies in, by its index."""
-        of = {client.index: np.zeros(len(client), dtype=int) for client in self.clients}
+        of = {client.index: np.zeros(len(client.data), dtype=int) for client in self.clients}
         for u, (client, c) in enumerate(self.units):
             of[client.index][client.buckets[c]] = u
         return of
@@ -133,14 +133,14 @@ class Subject:
 
 
 def _served(client: Client) -> Client:
-    """The client with the rows alone that have an expert."""
-    if -1 not in client.assignment:
+    """The client with the rows alone that have an expert: others wait for one, or are kept apart."""
+    if len(client.rows) == len(client.data):
         return client
     place = np.full(len(client.data), -1)
     place[client.rows] = np.arange(len(client.rows))
     return replace(
         client, data=client.data.part(client.rows), buckets=[place[bucket] for bucket in client.served],
-        assignment=[m for m in client.assignment if m >= 0],
+        assignment=[m for m in client.assignment if m >= 0], waiting=client.waiting[:0],
     )  # fmt: skip
 
 
@@ -156,7 +156,7 @@ def quick_sample(subject: Subject, batches: int, batch_size: int) -> Sample:
 
     def work(client: Client) -> float:
         """Gradients of each bucket at three states a step, and losses of every expert, each twice as cheap."""
-        tokens = sum(len(e.ids) for e in client.data.examples) / len(client)
+        tokens = sum(len(e.ids) for e in client.data.examples) / len(client.data)
         rows = batches * batch_size * len(client.buckets)
         paths = 3 * steps if len(client.buckets) > 1 else 0
         return 4 * parameters * tokens * rows * (paths + (subject.state.layout.experts + 1) / 2 + 3)
@@ -191,11 +191,19 @@ def open_subject(folder: Path, which: str, console: Console, model: str | None =
     workspace.disclose(method)
     newest = found[0]
     newest.check(config, workspace.backbone)
-    workspace.engine.restore(newest.meta["clients"], newest.tensors)
     layers, device = workspace.engine.layers, workspace.backbone.device
     states = {s.meta["completed"]: s.state(layers, device) for s in found}
     states.setdefault(newest.meta["best_round"], newest.best(layers, device))
-    rounds = {"best": newest.meta["best_round"], "last": newest.meta["completed"], "start": 0}
-    if rounds[which] not in states:
-        raise UserError(f"{folder} no longer has its checkpoint of round {rounds[which]}.")
-    return Subject(workspace, method, states, rounds[which], newest.meta["completed"])
+    chosen = {"best": newest.meta["best_round"], "last": newest.meta["completed"], "start": 0}[which]
+    if chosen not in states:
+        raise UserError(f"{folder} no longer has its checkpoint of round {chosen}.")
+    # rows, buckets and experts may be others in other rounds
+    own = next((s for s in found if s.meta["completed"] == chosen), newest)
+    workspace.engine.restore(own.meta["clients"], own.tensors)
+    alike = {t: state for t, state in states.items() if _experts(state) == _experts(states[chosen])}
+    return Subject(workspace, method, alike, chosen, newest.meta["completed"])
+
+
+def _experts(state: ServerState) -> tuple[int, object]:
+    """Which experts a state has: how many, and in mid-run since when."""
+    return state.layout.experts, state.report.get("born")

@@ -72,6 +72,14 @@ class FederatedData:
     def sizes(self) -> dict[str, int]:
         return {name: len(rows) for name, rows in self.clients.items()}
 
+    def after(self, rounds: int) -> dict[str, list[Example]]:
+        """What every client has when a run of so many rounds ends."""
+        late = {
+            name: [course.rows[i] for i in course.here[course.last(rounds - 1)]]
+            for name, course in self.courses.items()
+        }
+        return {**self.clients, **late}
+
     def kinds(self) -> list[str]:
         """What an upper bound is told of an example: one of these."""
         later = [course.rows for course in self.courses.values()]

@@ -86,7 +86,7 @@ class Evaluate(Summed[Loss]):
             losses = compute.losses(state.layout, theta, held.examples, gates)
             private = self.method.config.privacy.level
             if private != "none":
-                losses = losses.clamp(max=_PRIVATE)
+                losses = losses.nan_to_num(_PRIVATE, _PRIVATE).clamp(max=_PRIVATE)  # nor does anyone hear of NaN
             if private == "client":  # which counts as one, whatever it has
                 losses = losses.mean(0, keepdim=True)
             entropy = max(0.0, -(weights.clamp(min=1e-12).log() * weights).sum().item())

@@ -51,20 +51,21 @@ class Exit:
             values = answer.parts[name]
             if part.rows and self.travels:  # no single row leaves
                 values = values.mean(0, keepdim=True)
-            tensors |= self._rounded(client, name, values) if part.rounded else {name: values}
+            tensors |= self._rounded(client, name, values, part.turn) if part.rounded else {name: values}
         message = Message(tensors, header | answer.figures)
         return message if self.hostile is None else self.hostile.sent(step, client, message)
 
-    def _rounded(self, client: Client, name: str, values: torch.Tensor) -> dict[str, torch.Tensor]:
+    def _rounded(self, client: Client, name: str, values: torch.Tensor, turn: str = "") -> dict[str, torch.Tensor]:
         """In fewer bytes, with error feedback: what rounding takes from one update the client remembers and adds to
-        the next, so that rounding delays a change but never loses it."""
+        the next of the same numbers, so that rounding delays a change but never loses it."""
         values = values.float()
         if self.precision == "float32":
             return {name: values}
-        owed = client.memory.get(RESIDUAL + name)
+        account = f"{RESIDUAL}{name}.{turn}" if turn else RESIDUAL + name
+        owed = client.memory.get(account)
         full = values if owed is None else values + owed.to(values.device)
         sent = encode(name, full, self.precision)
         # a NaN is refused by the server; it must not spoil the rounds after it
         lost = (full - decode(name, sent, self.precision)).nan_to_num(0.0, 0.0, 0.0)
-        client.memory.keep(RESIDUAL + name, lost)
+        client.memory.keep(account, lost)
         return sent

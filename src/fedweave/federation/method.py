@@ -212,6 +212,10 @@ class Method(ABC):
         others it keeps in its memory."""
         return None
 
+    def turn(self, t: int) -> str:
+        """What travels in round t, where the columns take turns."""
+        return ""
+
     def moved(self, layout: AdapterLayout, t: int) -> torch.Tensor | None:
         """The columns of θ that a participant of round t must be told anew, [P] bool; None: all of them."""
         return self.shared(layout, t)

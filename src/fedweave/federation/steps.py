@@ -40,6 +40,7 @@ class Part:
     dtype: torch.dtype = torch.float32
     summed: bool = True  # the server only ever adds it up over clients; otherwise it reads each client's own
     rounded: bool = False  # travels in federation.update_dtype; what rounding takes is owed to the next round
+    turn: str = ""  # where other numbers take turns under one name: whose these are, and what rounding owes them
     rows: bool = False  # one process may hand over several rows of this shape; their mean is what leaves it
     limit: str = ""  # parts of one name share a limit on their norm
     origin: torch.Tensor | None = None  # where the norm is measured from, if not from zero

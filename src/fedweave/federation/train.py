@@ -115,8 +115,12 @@ class Train(Summed[Update]):
         if sum(counts) > samples and not self.method.every_expert:
             raise Refused(f"it claims {sum(counts):g} examples for all experts, and has {samples}")
         state = received(asked.question, asked.layers, asked.question.tensors["theta"].device)
-        columns = self.columns(state.layout, state.theta.device, asked.question.facts["t"])
-        parts = {name: Part((len(columns[name]),), rounded=True, limit=EXPERTS) for name in _sent(columns, counts)}
+        t = asked.question.facts["t"]
+        columns, turn = self.columns(state.layout, state.theta.device, t), self.method.turn(t)
+        parts = {
+            name: Part((len(columns[name]),), rounded=True, turn=turn, limit=EXPERTS)
+            for name in _sent(columns, counts)
+        }
         if state.router is not None and self.method.trains_router:
             parts[ROUTER] = Part((state.router.trained.size,), rounded=True, limit=ROUTER)
         return parts

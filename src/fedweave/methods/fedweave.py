@@ -174,7 +174,7 @@ class WithoutPrototypeExpert(FedWeave):
     every_expert = True
 
     def counts(self, client: Client, state: RoutedExperts) -> torch.Tensor:
-        return torch.full((state.layout.experts,), float(len(client)))
+        return torch.full((state.layout.experts,), float(len(client.rows)))
 
     def claims(self, member: Member, experts: int) -> list[int]:
         return [len(member)] * experts
@@ -213,10 +213,10 @@ class WithoutClientRouter(FedWeave):
         for (k, c), result in zip(jobs, results, strict=True):
             assert result.delta_phi is not None
             ends[k].append((len(clients[k].served[c]), result.delta_phi))
-        for update, parts in zip(trained, ends, strict=True):
+        for client, update, parts in zip(clients, trained, ends, strict=True):
             total = sum(size for size, _ in parts)
             delta = torch.stack([size / total * phi for size, phi in parts]).sum(0)
-            yield replace(update, delta_phi=delta, samples=total)
+            yield replace(update, delta_phi=delta, samples=client.boast * total)
 
     def _reset_lane(self, client: Client, c: int, state: RoutedExperts, update: Update, t: int) -> Lane:
         training, seed = self.config.training, self.config.seed

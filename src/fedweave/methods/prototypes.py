@@ -126,8 +126,8 @@ class Discover(Step[Prototypes]):
             everything = np.sort(np.concatenate(client.buckets))
             total = torch.zeros(sum(signer.widths))
             for some in compute.gradients(signer.layout, Lane(client.data, [everything], start, None, key)):
-                signed = signer.of(some).float().sum(0)  # blocks are unit vectors
-                total += signed * (clip / len(signer.widths) ** 0.5)
+                signed = signer.of(some).float().nan_to_num(0.0)  # blocks are unit vectors; one that diverges is 0
+                total += signed.sum(0) * (clip / len(signer.widths) ** 0.5)
             shield = shield_of(self.config, client, self.name, len(everything), key)
             total += normal(total, shield.noise * clip, "signature", shield.key)
             yield (total / len(everything)).to(signer.dtype)

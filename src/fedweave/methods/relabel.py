@@ -52,10 +52,9 @@ class Relabel(Step[Labels]):
         router, phi = read_router(question.facts), question.tensors["phi"].to(compute.device)
         for client in clients:
             labels = picked(router, phi, client.data.features)
-            counts = [torch.bincount(labels[bucket], minlength=router.experts) for bucket in client.served]
-            yield Answer(figures={
-                "counts": torch.stack(counts).sum(0).tolist(), "experts": [int(own.argmax()) for own in counts],
-            })  # fmt: skip
+            every = [torch.bincount(labels[bucket], minlength=router.experts) for bucket in client.buckets]
+            counts = torch.bincount(labels[client.rows], minlength=router.experts)  # of rows that have an expert
+            yield Answer(figures={"counts": counts.tolist(), "experts": [int(own.argmax()) for own in every]})
 
     def figures(self, asked: Asked) -> dict[str, Figure]:
         m, buckets = read_router(asked.question.facts).experts, len(asked.member.assignment)

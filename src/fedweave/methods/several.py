@@ -224,7 +224,7 @@ class FedRouter(FedWeave):
         for client, update in zip(clients, super().local_updates(compute, state, clients, t), strict=True):
             c = t % len(client.buckets)
             counts = torch.zeros(state.layout.experts)
-            counts[client.assignment[c]] = len(client.buckets[c])
+            counts[client.assignment[c]] = client.boast * len(client.buckets[c])
             yield replace(update, counts=counts)
 
     @classmethod

@@ -58,11 +58,18 @@ class SingleAdapter(Method):
         return ""
 
     def shared(self, layout: AdapterLayout, t: int) -> torch.Tensor | None:
-        turns = self.sends.split("|")
-        factors = turns[t % len(turns)]
+        factors = self._factors(t)
         if factors in ("AB", ""):
             return None if factors else torch.zeros_like(layout.is_b)
         return layout.is_b if factors == "B" else ~layout.is_b
+
+    def turn(self, t: int) -> str:
+        return self._factors(t) if "|" in self.sends else ""
+
+    def _factors(self, t: int) -> str:
+        """Those that travel in round t."""
+        turns = self.sends.split("|")
+        return turns[t % len(turns)]
 
     @classmethod
     def payload(cls, sizes: Sizes) -> Payload:
@@ -198,7 +205,7 @@ class FedSALoRA(_OwnParameters):
         theta, private = state.theta + shared.step(), engine.kept(OWN)
         if private is None:
             return replace(state, theta=theta)
-        weights = torch.tensor(state.report["client_samples"], device=private.device, dtype=private.dtype)
+        weights = torch.tensor([len(member) for member in engine.members]).to(private)  # rows come and go
         mean_b = (weights[:, None] * private).sum(0) / weights.sum()
         is_b = state.layout.is_b.to(theta.device)
         return replace(state, theta=torch.where(is_b, mean_b, theta), private=private)

@@ -151,8 +151,9 @@ class Prepared:
                 zip(names, self.groups[: len(names)], parts[: len(names)], strict=True)
             )
         ]
+        tested = self.data.after(self.config.training.rounds)  # clients are held against what they have by then
         validation, test, *unseen = (
-            TestSet(*group, part, ClientWeights(self.data.clients, group[0]))
+            TestSet(*group, part, ClientWeights(tested, group[0]))
             for group, part in zip(self.groups[len(names) :], parts[len(names) :], strict=True)
         )
         for client in clients:
