@@ -97,6 +97,8 @@ def test_a_client_does_not_go_on_among_too_few_or_with_keys_that_are_not_its_own
     one = Sum(6)
     with pytest.raises(UserError, match="fewer than three"):
         Sum(2).share([0])
+    with pytest.raises(UserError, match="not the keys"):  # its share would be the secret itself
+        one.parties[1].share({**one.keys, -1: Party(9).public()})
     swapped = {**one.keys, 0: Party(0).public()}
     with pytest.raises(UserError, match="not the keys"):
         one.parties[0].share(swapped)

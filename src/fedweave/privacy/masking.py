@@ -164,7 +164,13 @@ class Party:
 
     def share(self, keys: Mapping[int, bytes]) -> dict[int, bytes]:
         """Its two secrets, dealt out to all who have keys, sealed for each."""
-        if self.keys or keys.get(self.index) != self.public() or len(set(keys.values())) < len(keys):
+        # a point below 1 is none: at 0 a share is the secret
+        if (
+            self.keys
+            or keys.get(self.index) != self.public()
+            or len(set(keys.values())) < len(keys)
+            or min(keys) < 0
+        ):
             raise Broken("these are not the keys of this question's clients")
         if len(keys) < threshold(len(keys)):
             raise Broken("a sum of fewer than three clients would tell of each")
