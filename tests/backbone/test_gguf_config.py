@@ -9,10 +9,12 @@ from gguf import GGUFWriter
 from transformers import AutoConfig, LlamaConfig, Phi3Config
 
 from fedweave.backbone.gguf_config import complete
+from fedweave.backbone.gguf_names import ARCHITECTURES
 from fedweave.backbone.load import load_backbone
 from fedweave.backbone.packing import pack
 from fedweave.bundle.gguf_model import write_model
 from fedweave.config import BackboneConfig
+from fedweave.errors import UserError
 
 IDS = np.arange(10, 130, dtype=np.int32)  # beyond windows, and where a stretch shows
 
@@ -31,6 +33,15 @@ def test_a_file_is_the_model_that_was_written(backbone_of, tmp_path, family, wei
     found, expected = far(load_backbone(BackboneConfig(model=model, weights=weights, device="cpu"))), far(own)
     atol = 1e-5 if weights == "stored" else 0.03  # a converted copy is in bfloat16
     torch.testing.assert_close(found, expected, atol=atol, rtol=0)
+
+
+def test_a_bias_that_the_architecture_does_not_know_is_refused(backbone_of, tmp_path, monkeypatch):
+    monkeypatch.setitem(ARCHITECTURES, "qwen2", "llama")
+    write_model(tmp_path / "model.gguf", backbone_of("qwen2"), "F32", "tiny")
+    monkeypatch.undo()
+    for weights in ("stored", "dense"):
+        with pytest.raises(UserError, match=r"a llama has no place for blk\.0\.attn_k\.bias"):
+            load_backbone(BackboneConfig(model=str(tmp_path / "model.gguf"), weights=weights, device="cpu"))
 
 
 def said(path, architecture="llama", values=(), factors=None, name="rope_freqs.weight"):

@@ -105,6 +105,15 @@ def test_absent_weight_is_a_user_error_that_names_it(damaged):
 # -------------------------------------------------------------------------------------- device and dtype
 
 
+@pytest.mark.parametrize("weights", ["dense", "nf4"])
+@pytest.mark.parametrize("name", ["0.self_attn.q_proj.bias", "1.self_attn.q_norm.weight", "2.mlp.up_proj.weight"])
+def test_weights_of_layers_that_the_config_has_no_place_for_are_refused(damaged, name, weights):
+    tensors = load_file(damaged / "model.safetensors")
+    tensors |= {f"model.layers.{name}": torch.ones(4), "vision_tower.layers.0.weight": torch.ones(4)}
+    save_file(tensors, damaged / "model.safetensors", metadata={"format": "pt"})
+    assert f"its config has no place for model.layers.{name}" in complaint(damaged, weights=weights)
+
+
 def test_bfloat16_on_a_cpu_is_a_user_error(model_folder):
     assert complaint(model_folder("llama"), dtype="bfloat16").startswith("backbone.dtype=bfloat16 needs a CUDA")
 

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fedweave.backbone.announced import check_announced, check_finite, in_gguf
-from fedweave.backbone.gguf_config import complete
+from fedweave.backbone.gguf_config import check_places, complete
 from fedweave.errors import UserError, first_line
 from fedweave.files import atomic_folder, file_sha256
 
@@ -93,6 +93,7 @@ def _described(gguf: Path) -> tuple[PretrainedConfig, PreTrainedTokenizerFast]:
     config = AutoConfig.from_pretrained(str(gguf.parent), gguf_file=gguf.name, trust_remote_code=False)
     complete(config, gguf)
     check_announced(config, found, str(gguf))
+    check_places(config, gguf)
     tokenizer = build_tokenizer(gguf)
     tokenizer.model_max_length = config.max_position_embeddings
     return config, tokenizer

@@ -10,7 +10,8 @@ import math
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from fedweave.backbone.gguf_names import ARCHITECTURES
+from fedweave.backbone.announced import skeleton, stored_tensors
+from fedweave.backbone.gguf_names import ARCHITECTURES, name_of, names_of
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -44,6 +45,16 @@ def complete(config: PretrainedConfig, gguf: Path) -> None:
         _stretch(config, said, factors)
     elif factors or "rope.scaling.type" in said:
         raise ValueError(f"its positions are stretched, which is not read of {config.model_type}")
+
+
+def check_places(config: PretrainedConfig, gguf: Path) -> None:
+    """Every tensor of the file belongs somewhere: a Llama whose file has biases is another model without them."""
+    if config.model_type not in ARCHITECTURES:
+        return
+    names = names_of(config)
+    places = {name_of(names, key) for key, _ in skeleton(config, str(gguf)).named_parameters()}
+    if lost := sorted({tensor.name for tensor in stored_tensors(gguf)} - places - {_FACTORS}):
+        raise ValueError(f"a {config.model_type} has no place for {lost[0]}")
 
 
 def _complete_gemma(config: PretrainedConfig, said: dict[str, Any]) -> None:

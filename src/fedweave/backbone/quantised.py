@@ -17,7 +17,7 @@ import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
-from fedweave.backbone.announced import stored_tensors
+from fedweave.backbone.announced import check_read, stored_tensors
 from fedweave.backbone.blocks import GGUF, kept_bytes, make_nf4, nf4_bits, read_blocks
 from fedweave.backbone.gguf_names import ARCHITECTURES, added_to_norms, name_of, names_of, order_of
 from fedweave.kernels import INTERPRETED
@@ -188,12 +188,13 @@ _PLAIN = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 _PLAIN_IN_NF4 = ("embed_tokens", "lm_head")
 
 
-def as_nf4(folder: Path, double: bool, device: torch.device) -> Source:
-    """The weights of a folder of safetensors, those of linear layers as NF4."""
+def as_nf4(folder: Path, double: bool, device: torch.device, shapes: PreTrainedModel) -> Source:
+    """The weights of a folder of safetensors, those of linear layers as NF4, for a model of these ``shapes``."""
     from safetensors import safe_open
 
     files = [safe_open(file, "pt") for file in sorted(folder.glob("*.safetensors"))]
     places = {name: file for file in files for name in file.keys()}  # noqa: SIM118
+    check_read(shapes, places.keys() - dict(shapes.named_parameters()).keys())
 
     def source(key: str, shape: tuple[int, ...]) -> Quantised | torch.Tensor:
         if key not in places:
