@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, PhimoeConfig
 
 from fedweave.backbone import catalog
 from fedweave.backbone import weights as hashing
@@ -18,7 +18,7 @@ from fedweave.backbone.packing import pack
 from fedweave.backbone.weights import weights_hash
 from fedweave.config import BackboneConfig
 from fedweave.errors import UserError
-from tests.conftest import FAMILIES
+from tests.conftest import FAMILIES, SHAPE, SPECIAL
 
 
 def load(model, **settings):
@@ -290,6 +290,15 @@ def test_a_backbone_that_does_not_fit_one_card_is_refused_with_what_to_do(monkey
     with pytest.raises(UserError, match=r"takes 28.0 GiB, and cuda:0 has 20.0 of its 24.0 GiB free.*on one card"):
         check_room(28 * 2**30, card, "google/gemma-2-27b")
     check_room(28 * 2**30, torch.device("cpu"), "google/gemma-2-27b")
+
+
+def test_a_window_that_is_in_masks_alone_is_as_far_as_a_model_goes(tokenizer, tmp_path):
+    shape = {name: size for name, size in SHAPE.items() if name != "head_dim"}
+    config = PhimoeConfig(vocab_size=len(tokenizer), sliding_window=20, num_local_experts=2, **shape, **SPECIAL)
+    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
+    tokenizer.save_pretrained(tmp_path)
+    assert "set backbone.max_length=20 or less" in complaint(tmp_path)
+    assert load(tmp_path, max_length=20).longest == 20
 
 
 def test_positions_do_not_depend_on_the_longest_sequence_of_a_batch(tokenizer, tmp_path):

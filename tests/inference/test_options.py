@@ -139,6 +139,13 @@ def test_in_json_mode_options_may_leave_nothing_that_fits(chooser, backbone, opt
     assert torch.equal(logits, before), "log-probabilities are read from them afterwards"
 
 
+def test_a_draw_from_no_token_ends_nobody_elses_answer(model, backbone):
+    """Whoever forbids every token to end an answer too early leaves none."""
+    every = list(range(len(backbone.head)))
+    (answer,) = model.generate([PROMPT], do_sample=True, seed=1, stop_token_ids=every, min_new_tokens=2)
+    assert answer.ended == "stop" and not answer.tokens
+
+
 def test_a_whole_object_ends_before_its_least_length(chooser, backbone):
     """Nothing may follow, so that waiting for more would be waiting for ever."""
     one = chooser('{"a": 1}', min_new_tokens=40)

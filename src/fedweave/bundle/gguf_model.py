@@ -63,7 +63,7 @@ def write_model(path: Path, backbone: Backbone, quantisation: str, name: str) ->
     """A whole model, with its tokenizer and the template of training."""
     model, config = backbone.model, _config(backbone.model)
     names, factors = names_of(config), rotary_factors(model)
-    tied = config.tie_word_embeddings
+    tied = _tied(model)
 
     def arrays() -> Arrays:
         if factors is not None:
@@ -85,6 +85,13 @@ def write_model(path: Path, backbone: Backbone, quantisation: str, name: str) ->
         write_tables(writer, backbone.prompts, len(backbone.head))
 
     _write(path, config, describe, arrays)
+
+
+def _tied(model: PreTrainedModel) -> bool:
+    """Whether the output layer is the embedding; a config may say so of one that has weights of its own."""
+    ends = (model.get_output_embeddings(), model.get_input_embeddings())
+    output, embedding = (end.packed if hasattr(end, "packed") else end.weight for end in ends)
+    return output is embedding
 
 
 def rotary_factors(model: PreTrainedModel) -> np.ndarray | None:
