@@ -16,6 +16,7 @@ from fedweave.backbone.gguf import SPLITTERS, build_tokenizer, word_splitter
 from fedweave.backbone.load import load_backbone
 from fedweave.backbone.packing import pack
 from fedweave.backbone.prompts import PromptFormat
+from fedweave.backbone.quantised import unpack
 from fedweave.bundle.adapter import probe
 from fedweave.bundle.gguf_model import QUANTISATIONS, reordered, rotary_factors, write_model
 from fedweave.bundle.gguf_tokens import write_tables
@@ -132,6 +133,10 @@ def test_an_output_layer_of_its_own_goes_with_the_file(model_folder, tmp_path):
     backbone = load_backbone(BackboneConfig(model=str(folder), device="cpu", max_length=128))
     write_model(tmp_path / "model.gguf", backbone, "F32", "tiny")
     np.testing.assert_array_equal(arrays(tmp_path / "model.gguf")["output.weight"], backbone.head.numpy())
+    unpack(backbone.model)  # as a merge does
+    assert torch.equal(backbone.model.get_output_embeddings().weight, backbone.head)
+    with pytest.raises(UserError, match="set tie_word_embeddings=false"):
+        load_backbone(BackboneConfig(model=str(folder), device="cpu", max_length=128, weights="nf4"))
 
 
 def test_norms_of_heads_go_with_the_file(backbone_of, tmp_path):

@@ -195,6 +195,10 @@ def as_nf4(folder: Path, double: bool, device: torch.device, shapes: PreTrainedM
     files = [safe_open(file, "pt") for file in sorted(folder.glob("*.safetensors"))]
     places = {name: file for file in files for name in file.keys()}  # noqa: SIM118
     check_read(shapes, places.keys() - dict(shapes.named_parameters()).keys())
+    plain = tuple(f"{layer}.weight" for layer in _PLAIN_IN_NF4)
+    ends = [places[name].get_tensor(name) for name in places if name.endswith(plain)]
+    if tied(shapes) and not all(torch.equal(end, ends[0]) for end in ends):
+        raise ValueError("its output layer is not the embedding, as its config says: set tie_word_embeddings=false")
 
     def source(key: str, shape: tuple[int, ...]) -> Quantised | torch.Tensor:
         if key not in places:
@@ -214,6 +218,13 @@ def as_nf4(folder: Path, double: bool, device: torch.device, shapes: PreTrainedM
 
 
 # -------------------------------------------------------------------------------------- looking at a model
+
+
+def tied(model: PreTrainedModel) -> bool:
+    """Whether the output layer is the embedding; a config may say so of one that has weights of its own."""
+    ends = (model.get_output_embeddings(), model.get_input_embeddings())
+    output, embedding = (end.packed if hasattr(end, "packed") else end.weight for end in ends)
+    return output is embedding
 
 
 def packed_weights(model: nn.Module) -> dict[str, Quantised]:
@@ -264,6 +275,7 @@ def predicted_bytes(
 
 def unpack(model: PreTrainedModel) -> None:
     """Make a model plain for good: every quantised layer gets its numbers."""
+    shared = tied(model)
     for name, module in list(model.named_modules()):
         plain: nn.Linear | nn.Embedding
         if isinstance(module, QuantisedLinear):
@@ -275,5 +287,5 @@ def unpack(model: PreTrainedModel) -> None:
             continue
         plain.weight = nn.Parameter(module.weight, requires_grad=False)
         model.set_submodule(name, plain)
-    if model.config.get_text_config().tie_word_embeddings:
+    if shared:
         model.tie_weights()
