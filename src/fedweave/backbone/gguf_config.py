@@ -14,6 +14,7 @@ from fedweave.backbone.announced import skeleton, stored_tensors
 from fedweave.backbone.gguf_names import ARCHITECTURES, name_of, names_of
 
 if TYPE_CHECKING:
+    import numpy as np
     from transformers import PretrainedConfig
 
 _FACTORS = "rope_freqs.weight"  # by how much slower each pair of a head rotates
@@ -34,7 +35,7 @@ def complete(config: PretrainedConfig, gguf: Path) -> None:
         for key, field in reader.fields.items()
         if key.startswith(f"{architecture}.")
     }
-    factors = {tensor.name: tensor.data.tolist() for tensor in reader.tensors if tensor.name.startswith("rope_f")}
+    factors = {tensor.name: tensor.data for tensor in reader.tensors if tensor.name.startswith("rope_f")}
     if said.get("rope.scaling.type") in (None, "none"):
         said.pop("rope.scaling.type", None)
     if config.model_type in ARCHITECTURES:
@@ -72,7 +73,7 @@ def _complete_gemma(config: PretrainedConfig, said: dict[str, Any]) -> None:
         config.rope_parameters["sliding_attention"]["rope_theta"] = said["rope.freq_base_swa"]
 
 
-def _stretch(config: PretrainedConfig, said: dict[str, Any], factors: dict[str, list[float]]) -> None:
+def _stretch(config: PretrainedConfig, said: dict[str, Any], factors: dict[str, np.ndarray]) -> None:
     """Positions as transformers names them; a stretch is that of layers without a window."""
     kind = said.get("rope.scaling.type")
     found = config.rope_parameters
@@ -80,9 +81,9 @@ def _stretch(config: PretrainedConfig, said: dict[str, Any], factors: dict[str, 
     if factors:
         if list(factors) != [_FACTORS] or full is not found or kind is not None:
             raise ValueError(f"it stretches positions by {', '.join(factors)} in a way that is not read")
-        each = factors[_FACTORS]
         width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-        if len(each) != width // 2 or not all(0 < factor < math.inf for factor in each):
+        each = factors[_FACTORS].tolist() if factors[_FACTORS].shape == (width // 2,) else []
+        if not each or not all(0 < factor < math.inf for factor in each):
             raise ValueError(f"{_FACTORS} holds no {width // 2} positive numbers")
         # the one kind that takes any numbers; of its two lists both are this one, so that no length changes them
         stretch = {"rope_type": "longrope", "short_factor": each, "long_factor": each, "attention_factor": 1.0,
