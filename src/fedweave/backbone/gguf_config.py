@@ -18,10 +18,8 @@ if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
 _FACTORS = "rope_freqs.weight"  # by how much slower each pair of a head rotates
-_OF_A_LARGE_GEMMA = {
-    "gemma2": 46,
-    "gemma3_text": 62,
-}  # layers of the 27B, which scale attention in a way of their own
+# layers of the 27B, which scale attention in a way of their own
+_OF_A_LARGE_GEMMA = {"gemma2": 46, "gemma3_text": 62}
 
 
 def complete(config: PretrainedConfig, gguf: Path) -> None:
