@@ -20,6 +20,7 @@ from safetensors.torch import load_file, save_file
 
 import fedweave
 from fedweave.backbone import gguf as conversion
+from fedweave.backbone.announced import stored_tensors
 from fedweave.backbone.load import load_backbone
 from fedweave.backbone.quantised import kept_weights
 from fedweave.bundle.adapter import read_tensors
@@ -193,6 +194,17 @@ def test_a_small_file_that_announces_much_is_refused_at_once(tmp_path, content):
     path.write_bytes(content)
     with little_memory(1 << 30), pytest.raises(UserError, match="cannot be read as a GGUF language model"):
         load(path)
+
+
+def test_tensors_that_share_their_bytes_are_refused(tmp_path):
+    """A thousand that lie in the same place would become a thousand in memory."""
+    path, tensors = tmp_path / "small.gguf", b""
+    for name in (b"a", b"b"):
+        tensors += struct.pack("<Q", 1) + name + struct.pack("<IQIQ", 1, 64, 0, 0)
+    head = b"GGUF" + struct.pack("<IQQ", 3, 2, 0) + tensors
+    path.write_bytes(head + bytes(-len(head) % 32 + 4 * 64))
+    with pytest.raises(ValueError, match="overlap"):
+        stored_tensors(path)
 
 
 @pytest.mark.parametrize("weights", ["dense", "stored"])

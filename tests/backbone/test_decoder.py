@@ -1,11 +1,16 @@
 """The fused decoder and transformers' own layers learn the same, with experts on every linear layer."""
 
+import json
+import shutil
+
 import numpy as np
 import pytest
 import torch
 
 from fedweave.backbone.decoder import FAMILIES as FUSED
+from fedweave.backbone.load import load_backbone
 from fedweave.backbone.packing import pack
+from fedweave.config import BackboneConfig
 from fedweave.experts.layout import AdapterLayout
 from fedweave.experts.mixture import Mixture
 from fedweave.router.mlp import RouterLayout
@@ -91,3 +96,15 @@ def test_behind_the_last_attention_there_are_only_rows_that_somebody_reads(backb
     assert seen == [len(batch.read.index), batch.packed.tokens] and seen[0] < seen[1]
     for one, other in zip(*found, strict=True):
         torch.testing.assert_close(one, other, atol=1e-4, rtol=1e-4)
+
+
+def test_a_window_that_a_family_does_not_know_is_none(model_folder, tmp_path):
+    """A Llama's config may speak of one, as some that were a Mistral's do; transformers' Llama attends to all."""
+    folder = shutil.copytree(model_folder("llama"), tmp_path / "llama")
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"sliding_window": 20}))
+    packed, found = pack([[np.arange(4, 64)]], torch.device("cpu")), []
+    for fused in (True, False):
+        backbone = load_backbone(BackboneConfig(model=str(folder), device="cpu", fused=fused))
+        found.append(backbone.hidden(packed).detach())
+    torch.testing.assert_close(*found)

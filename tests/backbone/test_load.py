@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, PhimoeConfig
 
 from fedweave.backbone import catalog
 from fedweave.backbone import weights as hashing
@@ -20,7 +20,7 @@ from fedweave.config import BackboneConfig
 from fedweave.errors import UserError
 from fedweave.federation.rounds import federate
 from fedweave.methods import build_method
-from tests.conftest import FAMILIES
+from tests.conftest import FAMILIES, SHAPE, SPECIAL
 from tests.federations import changed, make_engine
 
 
@@ -106,6 +106,15 @@ def test_absent_weight_is_a_user_error_that_names_it(damaged):
 
 
 # -------------------------------------------------------------------------------------- device and dtype
+
+
+@pytest.mark.parametrize("weights", ["dense", "nf4"])
+@pytest.mark.parametrize("name", ["0.self_attn.q_proj.bias", "1.self_attn.q_norm.weight", "2.mlp.up_proj.weight"])
+def test_weights_of_layers_that_the_config_has_no_place_for_are_refused(damaged, name, weights):
+    tensors = load_file(damaged / "model.safetensors")
+    tensors |= {f"model.layers.{name}": torch.ones(4), "vision_tower.layers.0.weight": torch.ones(4)}
+    save_file(tensors, damaged / "model.safetensors", metadata={"format": "pt"})
+    assert f"its config has no place for model.layers.{name}" in complaint(damaged, weights=weights)
 
 
 def test_bfloat16_needs_a_processor_that_multiplies_it(model_folder, monkeypatch):
@@ -303,6 +312,15 @@ def test_a_backbone_that_does_not_fit_one_card_is_refused_with_what_to_do(monkey
     with pytest.raises(UserError, match=r"takes 28.0 GiB, and cuda:0 has 20.0 of its 24.0 GiB free.*on one card"):
         check_room(28 * 2**30, card, "google/gemma-2-27b")
     check_room(28 * 2**30, torch.device("cpu"), "google/gemma-2-27b")
+
+
+def test_a_window_that_is_in_masks_alone_is_as_far_as_a_model_goes(tokenizer, tmp_path):
+    shape = {name: size for name, size in SHAPE.items() if name != "head_dim"}
+    config = PhimoeConfig(vocab_size=len(tokenizer), sliding_window=20, num_local_experts=2, **shape, **SPECIAL)
+    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
+    tokenizer.save_pretrained(tmp_path)
+    assert "set backbone.max_length=20 or less" in complaint(tmp_path)
+    assert load(tmp_path, max_length=20).longest == 20
 
 
 def test_positions_do_not_depend_on_the_longest_sequence_of_a_batch(tokenizer, tmp_path):

@@ -309,6 +309,12 @@ def test_a_template_that_refuses_a_row_gives_the_row_and_the_remedies(strict, tu
         strict.encode_prompts([messages])
 
 
+@pytest.mark.parametrize("prompt", [(), ({"role": "system", "content": "Be brief."},)])
+def test_a_chat_in_which_nobody_asks_is_refused(chat_tokenizer, prompt):
+    with pytest.raises(RefusedChat, match="nobody asks anything"):
+        PromptFormat(chat_tokenizer, BackboneConfig()).encode_prompts([prompt])
+
+
 def test_the_chat_template_is_the_default_where_there_is_one(tokenizer, chat_tokenizer):
     kinds = [PromptFormat(tokens, BackboneConfig()).kind for tokens in (tokenizer, chat_tokenizer)]
     assert kinds == ["plain", "chat"]

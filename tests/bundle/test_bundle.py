@@ -122,8 +122,27 @@ def test_every_verb_finds_a_backbone_that_moved(bundle, trained, model_folder, t
         assert str(gone) in complains(*verb, "--backbone", gone), verb
         says(*verb, "--backbone", moved)
     for path in [*(tmp_path / "more").rglob("*"), *(tmp_path / "dense").rglob("*")]:
-        if path.suffix in (".md", ".json") and path.name != "fedweave.json":
+        if path.suffix in (".md", ".json"):
             assert str(tmp_path) not in path.read_text(), path
+
+
+def test_a_bundle_finds_its_backbone_here_and_tells_nobody_where(trained, model_folder, tmp_path, monkeypatch):
+    bundle = tmp_path / "bundle"
+    export_run(trained, bundle)
+    name = model_folder("llama").name
+    assert read_json(bundle / "fedweave.json")["backbone"]["model"] == name
+    assert load_bundle(bundle).backbone.name == str(model_folder("llama"))
+    monkeypatch.setattr(catalog, "CACHE", tmp_path / "elsewhere")
+    with pytest.raises(UserError, match=f"backbone is {name}, .* not known; name it: --backbone .* model="):
+        load_bundle(bundle)
+    load_bundle(bundle, model=str(model_folder("llama")))
+
+
+def test_a_path_in_a_bundle_of_an_earlier_version_still_leads_there(tmp_path):
+    assert catalog.where_it_lies(str(tmp_path), "0" * 32) == str(tmp_path)
+    assert catalog.where_it_lies("owner/name", "0" * 32) == "owner/name"
+    with pytest.raises(UserError, match="backbone is gone, "):
+        catalog.where_it_lies(str(tmp_path / "gone"), "../../0")
 
 
 def test_others_read_a_name_and_never_a_path(trained, tmp_path):

@@ -9,12 +9,14 @@ import pytest
 import torch
 from gguf import GGUFReader, GGUFWriter
 from gguf.quants import dequantize
+from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, decoders, models, normalizers
 
 from fedweave.backbone.gguf import SPLITTERS, build_tokenizer, word_splitter
 from fedweave.backbone.load import load_backbone
 from fedweave.backbone.packing import pack
 from fedweave.backbone.prompts import PromptFormat
+from fedweave.backbone.quantised import unpack
 from fedweave.bundle.adapter import probe
 from fedweave.bundle.gguf_model import QUANTISATIONS, reordered, rotary_factors, write_model
 from fedweave.bundle.gguf_tokens import write_tables
@@ -120,6 +122,21 @@ def test_families_come_back(backbone_of, tmp_path, family):
     mine, theirs = (b.logits(b.hidden(pack([[ids]], b.device))) for b in (backbone, found))
     assert close(theirs, mine, 0.02)  # it is kept in bfloat16
     assert found.longest == (8 if family == "mistral" else 512)  # beyond its window llama.cpp would attend
+
+
+def test_an_output_layer_of_its_own_goes_with_the_file(model_folder, tmp_path):
+    """The config says that it is the embedding; transformers believes the weights, where both are there."""
+    folder = shutil.copytree(model_folder("llama"), tmp_path / "llama")
+    weights = load_file(folder / "model.safetensors")
+    weights["lm_head.weight"] = weights["model.embed_tokens.weight"].flip(0).contiguous()
+    save_file(weights, folder / "model.safetensors", {"format": "pt"})
+    backbone = load_backbone(BackboneConfig(model=str(folder), device="cpu", max_length=128))
+    write_model(tmp_path / "model.gguf", backbone, "F32", "tiny")
+    np.testing.assert_array_equal(arrays(tmp_path / "model.gguf")["output.weight"], backbone.head.numpy())
+    unpack(backbone.model)  # as a merge does
+    assert torch.equal(backbone.model.get_output_embeddings().weight, backbone.head)
+    with pytest.raises(UserError, match="set tie_word_embeddings=false"):
+        load_backbone(BackboneConfig(model=str(folder), device="cpu", max_length=128, weights="nf4"))
 
 
 def test_norms_of_heads_go_with_the_file(backbone_of, tmp_path):

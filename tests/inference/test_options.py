@@ -7,10 +7,12 @@ from dataclasses import fields
 import pytest
 import torch
 
+from fedweave.backbone.gguf import build_tokenizer
 from fedweave.errors import UserError
 from fedweave.inference import rows
 from fedweave.inference.json_text import JsonText, JsonTokens
 from fedweave.inference.sampling import Options, Sampling, TokenChooser
+from tests.backbone.test_gguf import write_pieces
 
 PROMPT = "Fix the grammar: Ada go to the park."
 
@@ -137,10 +139,36 @@ def test_in_json_mode_options_may_leave_nothing_that_fits(chooser, backbone, opt
     assert torch.equal(logits, before), "log-probabilities are read from them afterwards"
 
 
+def test_a_draw_from_no_token_ends_nobody_elses_answer(model, backbone):
+    """Whoever forbids every token to end an answer too early leaves none."""
+    every = list(range(len(backbone.head)))
+    (answer,) = model.generate([PROMPT], do_sample=True, seed=1, stop_token_ids=every, min_new_tokens=2)
+    assert answer.ended == "stop" and not answer.tokens
+
+
 def test_a_whole_object_ends_before_its_least_length(chooser, backbone):
     """Nothing may follow, so that waiting for more would be waiting for ever."""
     one = chooser('{"a": 1}', min_new_tokens=40)
     assert one.choose(torch.zeros(len(backbone.tokenizer)), [5, 6]) in backbone.end_ids
+
+
+def test_the_blank_that_a_piece_begins_with_counts(tmp_path):
+    """A decoder of SentencePiece drops it from a piece alone: 1 and " 2" are not 12."""
+    pieces = ["<unk>", "<s>", "</s>", "▁", *'{}":12a', "▁2", "▁{", "tr", "ue", "▁ue"]
+    tokenizer = build_tokenizer(write_pieces(tmp_path, pieces))
+
+    def fits(*value: str) -> bool:
+        grammar = JsonTokens(tokenizer, [2])
+        answer = ["▁{", '"', "a", '"', ":", *value, "}"]
+        return all(grammar.take(tokenizer.convert_tokens_to_ids(piece)) for piece in answer)
+
+    assert fits("1", "2") and fits("▁2") and fits("tr", "ue")
+    assert not fits("1", "▁2") and not fits("tr", "▁ue")
+
+
+def test_more_likeliest_tokens_than_there_are_is_all(model, backbone):
+    (answer,) = model.generate([PROMPT], max_new_tokens=1, logprobs=10**6)
+    assert all(len(score.top) == len(backbone.head) for score in answer.scores)
 
 
 @pytest.mark.parametrize("token", [10**30, 2**31, -1])

@@ -58,3 +58,20 @@ def test_a_picture_says_whose_its_parts_are():
     assert 'data-client="north &quot;1&quot; = x" data-expert="3"><title>a &lt;b&gt;</title>' in drawn
     unsaid = drawn.split('<g class="tip" data-expert="0">')[1]
     assert "<title>" not in unsaid and "data-client" not in unsaid
+
+
+@pytest.mark.parametrize(
+    "name", [r"$\frac$", "5$ or 6$", "\u2063", "\u2063x onmouseover=alert(1)", "\u2063client=b"]
+)
+def test_a_name_is_no_formula_and_no_attribute(name, tmp_path):
+    from fedweave.report.style import named_rows, tip
+
+    figure, ax = canvas()
+    ax.plot([1, 2], [0, 1], label=name, gid=tip(f"{name}: 3", client=name))
+    named_rows(ax, [name, "b"], "loss")
+    legend(ax)
+    picture = Picture("p", "t", "c", figure)
+    drawn, plain = picture.svg(), name.replace("\u2063", "")
+    assert f'<g class="tip" data-client="{plain}"><title>{plain}: 3</title>' in drawn
+    assert drawn.count(f">{name}</text>") == 2  # beside its row and in the legend
+    picture.save(tmp_path)

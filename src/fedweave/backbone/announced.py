@@ -140,6 +140,8 @@ def stored_tensors(path: Path) -> list[Stored]:
         header.take(-header.at % alignment if found else 0)
         first = header.at
         header.take(max((tensor.start + tensor.size for tensor in found), default=0))
+        if sum(tensor.size for tensor in found) > len(data) - first:
+            raise ValueError("its tensors overlap")
         return [tensor._replace(start=first + tensor.start) for tensor in found]
 
 
@@ -168,6 +170,14 @@ def check_announced(config: PretrainedConfig, found: Announced, name: str) -> No
     packed = 8 if getattr(config, "quantization_config", None) else 1  # four bits or fewer a number
     if numbers > 2 * packed * found.numbers:
         raise ValueError(f"it announces {numbers:,} weights, and its files hold {found.numbers:,}")
+
+
+def check_read(model: PreTrainedModel, left: Iterable[str]) -> None:
+    """Of what is ``left`` of the files nothing may belong to a layer (a bias, a norm of heads, one more layer): the
+    weights are of another model than the configuration says. Parts beside the layers are no business of ours."""
+    parts = (name for name in left if name.startswith(f"{model.base_model_prefix}.layers."))
+    if lost := sorted(name for name in parts if name.endswith((".weight", ".bias"))):
+        raise ValueError(f"its config has no place for {lost[0]}")
 
 
 def check_room(needed: float, device: torch.device, name: str) -> None:

@@ -5,12 +5,13 @@ import subprocess
 import sys
 import tempfile
 import zipfile
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 from fedweave.backbone.gguf import CACHE, converted_folder, described_folder
 from fedweave.errors import UserError, first_line
-from fedweave.files import file_sha256
+from fedweave.files import file_sha256, read_text, write_if_possible
 
 
 @dataclass(frozen=True)
@@ -89,6 +90,33 @@ def public_name(model: str) -> str:
 def on_hub(model: str) -> bool:
     """Whether the hub could know it by this name, unless a file or a folder has it."""
     return model.count("/") == 1 and not model.startswith((".", "/", "~"))
+
+
+def remember(fingerprint: str, model: str) -> None:
+    """Note where a folder or a file lies: a bundle calls it by its public name, and is to find it again here."""
+    path, note = Path(model).expanduser(), _noted(fingerprint)
+    if path.exists():
+        with suppress(OSError):
+            note.parent.mkdir(parents=True, exist_ok=True)
+        write_if_possible(note, str(path.resolve()))
+
+
+def where_it_lies(name: str, fingerprint: str) -> str:
+    """The backbone of a bundle: a hub id, a path (earlier versions wrote one), or what this machine has noted."""
+    path = Path(name).expanduser()
+    if on_hub(name) or (path.is_absolute() and path.exists()):
+        return name
+    noted = read_text(file) if (file := _noted(fingerprint)).is_file() else ""
+    if noted and Path(noted).exists():
+        return noted
+    raise UserError(
+        f"the bundle's backbone is {path.name}, and where that lies on this machine is not known; name it: "
+        "--backbone FOLDER, FILE.gguf or owner/name (in Python model=…)."
+    )
+
+
+def _noted(fingerprint: str) -> Path:
+    return CACHE / "backbones" / "".join(filter(str.isalnum, fingerprint))
 
 
 def other_weights(model: str) -> str:

@@ -136,8 +136,9 @@ class _Layer:
         self.gelu = _ACTIVATIONS[_activation(config)]
         self.heads, self.kv_heads = config.num_attention_heads, config.num_key_value_heads
         self.scaling: float = attention.scaling
-        # some families say it of every layer, others once for all
-        self.window = getattr(attention, "sliding_window", getattr(config, "sliding_window", None))
+        # some families say it of every layer, others once for all; a Llama whose config has such a key reads it not
+        once = config.sliding_window if config.model_type in ("mistral", "phi3") else None
+        self.window = getattr(attention, "sliding_window", once)
         self.softcap = getattr(attention, "attn_logit_softcapping", None)
         self.turn: tuple[str, ...] | None = () if getattr(attention, "use_rope", True) else None
         if "rope_theta" not in config.rope_parameters:  # one for every kind of layer

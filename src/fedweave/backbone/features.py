@@ -69,7 +69,9 @@ def cached_features(
 def _key(backbone: Backbone, prompts: Sequence[EncodedPrompt]) -> str:
     # a quantised weight in float32 is no bfloat16 number, as those of the same model's plain copy are
     rounding = [str(backbone.dtype), *(["as stored"] if backbone.quantised else [])]
-    digest = hashlib.sha256(json.dumps([backbone.fingerprint, backbone.device.type, *rounding]).encode())
+    # positions, windows and soft-caps are no weights, which are all that a fingerprint knows
+    shape = backbone.model.config.to_json_string()
+    digest = hashlib.sha256(json.dumps([backbone.fingerprint, backbone.device.type, *rounding, shape]).encode())
     for prompt in prompts:
         digest.update(prompt.routed.ids.tobytes() + repr(prompt.routed.pool).encode())
     return digest.hexdigest()[:40]

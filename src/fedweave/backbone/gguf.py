@@ -1,10 +1,11 @@
 """A GGUF file becomes an ordinary Hugging Face folder, once; later loads take the converted copy. Where weights
 stay as the file has them (``backbone.weights=stored``) the folder has the file's description and tokenizer alone.
 
-Two things about GGUF need repair after transformers has read one (seen with 5.17): the dequantised model
-still calls itself quantised, so that it can be neither saved nor trained; and the tokenizer it derives is
-wrong (end token equal to the start token, no digit splitting, shattered SentencePiece words). The model is
-therefore stripped of its quantisation marks and the tokenizer is built here from the file's own tables.
+Three things about GGUF need repair after transformers has read one (seen with 5.17): the dequantised model
+still calls itself quantised, so that it can be neither saved nor trained; its config lacks much of what the file
+says (``backbone/gguf_config.py``); and the tokenizer it derives is wrong (end token equal to the start token, no
+digit splitting, shattered SentencePiece words). The model is therefore stripped of its quantisation marks and the
+tokenizer is built here from the file's own tables.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fedweave.backbone.announced import check_announced, check_finite, in_gguf
+from fedweave.backbone.gguf_config import check_places, complete
 from fedweave.errors import UserError, first_line
 from fedweave.files import atomic_folder, file_sha256
 
@@ -43,9 +45,14 @@ _END_OF_TURN = ("<|im_end|>", "<|eot_id|>", "<end_of_turn>", "<|end|>", "</s>")
 _NORMAL, _CONTROL, _USER_DEFINED = 1, 3, 4
 
 
+def _place(gguf: Path) -> Path:
+    """Where the copy of this very file lies; copies made before its positions were read lie elsewhere."""
+    return CACHE / "models" / f"{gguf.stem}-{file_sha256(gguf)[:16]}-2"
+
+
 def converted_folder(gguf: Path) -> Path:
     """The Hugging Face folder made from ``gguf``; made now when it is not in the cache."""
-    folder = CACHE / "models" / f"{gguf.stem}-{file_sha256(gguf)[:16]}"
+    folder = _place(gguf)
     if not (folder / "config.json").is_file():
         with atomic_folder(folder, replace=True, shared=True) as partial:
             _convert(gguf, partial)
@@ -54,7 +61,7 @@ def converted_folder(gguf: Path) -> Path:
 
 def described_folder(gguf: Path) -> Path:
     """The same without weights; the converted one where there is one."""
-    folder = CACHE / "models" / f"{gguf.stem}-{file_sha256(gguf)[:16]}"
+    folder = _place(gguf)
     if (folder / "config.json").is_file():
         return folder
     folder = folder.with_name(f"{folder.name}-stored")
@@ -84,7 +91,9 @@ def _described(gguf: Path) -> tuple[PretrainedConfig, PreTrainedTokenizerFast]:
 
     found = in_gguf(gguf)
     config = AutoConfig.from_pretrained(str(gguf.parent), gguf_file=gguf.name, trust_remote_code=False)
+    complete(config, gguf)
     check_announced(config, found, str(gguf))
+    check_places(config, gguf)
     tokenizer = build_tokenizer(gguf)
     tokenizer.model_max_length = config.max_position_embeddings
     return config, tokenizer
@@ -104,9 +113,10 @@ def _convert(gguf: Path, folder: Path) -> None:
     print(f"Converting {gguf.name} once, for this and all later runs.", file=sys.stderr, flush=True)
     hf_logging.disable_progress_bar()
     with _reading(gguf):
-        _, tokenizer = _described(gguf)
+        announced, tokenizer = _described(gguf)
         model, info = AutoModelForCausalLM.from_pretrained(
             str(gguf.parent),
+            config=announced,
             gguf_file=gguf.name,
             dtype=torch.bfloat16,
             quantization_config=GgufConfig(dequantize=True),

@@ -120,8 +120,11 @@ class PromptFormat:
     def _write(self, prompt: Prompt) -> str:
         if self.kind == "plain":
             return write_plain(_turns(prompt))
+        turns = _turns(prompt)
+        if all(m["role"] == "system" for m in turns):
+            raise RefusedChat("messages: nobody asks anything; add a message of the user.")
         try:
-            return self.tokenizer.apply_chat_template(_turns(prompt), tokenize=False, add_generation_prompt=True)
+            return self.tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=True)
         except TemplateError as error:  # some know no system role, or insist on an order of roles
             raise RefusedChat(f"messages: the chat template refuses them ({first_line(error)}).") from None
 

@@ -17,7 +17,7 @@ import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
-from fedweave.backbone.announced import stored_tensors
+from fedweave.backbone.announced import check_read, stored_tensors
 from fedweave.backbone.blocks import GGUF, kept_bytes, make_nf4, nf4_bits, read_blocks
 from fedweave.backbone.gguf_names import ARCHITECTURES, added_to_norms, name_of, names_of, order_of
 from fedweave.kernels import INTERPRETED
@@ -188,12 +188,17 @@ _PLAIN = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 _PLAIN_IN_NF4 = ("embed_tokens", "lm_head")
 
 
-def as_nf4(folder: Path, double: bool, device: torch.device) -> Source:
-    """The weights of a folder of safetensors, those of linear layers as NF4."""
+def as_nf4(folder: Path, double: bool, device: torch.device, shapes: PreTrainedModel) -> Source:
+    """The weights of a folder of safetensors, those of linear layers as NF4, for a model of these ``shapes``."""
     from safetensors import safe_open
 
     files = [safe_open(file, "pt") for file in sorted(folder.glob("*.safetensors"))]
     places = {name: file for file in files for name in file.keys()}  # noqa: SIM118
+    check_read(shapes, places.keys() - dict(shapes.named_parameters()).keys())
+    plain = tuple(f"{layer}.weight" for layer in _PLAIN_IN_NF4)
+    ends = [places[name].get_tensor(name) for name in places if name.endswith(plain)]
+    if tied(shapes) and not all(torch.equal(end, ends[0]) for end in ends):
+        raise ValueError("its output layer is not the embedding, as its config says: set tie_word_embeddings=false")
 
     def source(key: str, shape: tuple[int, ...]) -> Quantised | torch.Tensor:
         if key not in places:
@@ -213,6 +218,13 @@ def as_nf4(folder: Path, double: bool, device: torch.device) -> Source:
 
 
 # -------------------------------------------------------------------------------------- looking at a model
+
+
+def tied(model: PreTrainedModel) -> bool:
+    """Whether the output layer is the embedding; a config may say so of one that has weights of its own."""
+    ends = (model.get_output_embeddings(), model.get_input_embeddings())
+    output, embedding = (end.packed if hasattr(end, "packed") else end.weight for end in ends)
+    return output is embedding
 
 
 def packed_weights(model: nn.Module) -> dict[str, Quantised]:
@@ -263,6 +275,7 @@ def predicted_bytes(
 
 def unpack(model: PreTrainedModel) -> None:
     """Make a model plain for good: every quantised layer gets its numbers."""
+    shared = tied(model)
     for name, module in list(model.named_modules()):
         plain: nn.Linear | nn.Embedding
         if isinstance(module, QuantisedLinear):
@@ -274,5 +287,5 @@ def unpack(model: PreTrainedModel) -> None:
             continue
         plain.weight = nn.Parameter(module.weight, requires_grad=False)
         model.set_submodule(name, plain)
-    if model.config.get_text_config().tie_word_embeddings:
+    if shared:
         model.tie_weights()

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from fedweave.backbone.announced import check_finite, check_room, skeleton
+from fedweave.backbone.announced import check_finite, check_read, check_room, skeleton
 from fedweave.backbone.catalog import Located
 from fedweave.backbone.quantised import (
     as_nf4,
@@ -44,7 +44,7 @@ def load_model(
     if located.gguf is not None:
         model = load_quantised(announced, from_gguf(located.gguf, announced), dtype, device)
     elif config.weights.startswith("nf4"):
-        source = as_nf4(Path(located.path), config.weights == "nf4-double", device)
+        source = as_nf4(Path(located.path), config.weights == "nf4-double", device, shapes)
         model = load_quantised(announced, source, dtype, device)
     else:
         model = _load_dense(located.path, dtype).to(device)
@@ -62,6 +62,7 @@ def _load_dense(path: str, dtype: torch.dtype) -> PreTrainedModel:
         raise ValueError(f"the files lack {sorted(info['missing_keys'])[0]}")
     if info["mismatched_keys"]:
         raise ValueError(f"{min(map(str, info['mismatched_keys']))} has another shape than the config says")
+    check_read(model, info["unexpected_keys"])
     return model
 
 

@@ -23,6 +23,7 @@ from typing import cast
 import torch
 from safetensors.torch import save_file
 
+from fedweave.backbone.catalog import public_name, remember
 from fedweave.backbone.quantised import unpack
 from fedweave.backbone.targets import spelled_out
 from fedweave.bundle.adapter import check_adapter, compare, probe, write_adapter
@@ -65,6 +66,7 @@ def write_bundle(target: Path, model: FedWeaveModel, origin: Origin, told: Exper
         description["files"] = dict(zip(names, files_sha256(files), strict=True))
         (partial / "README.md").write_text(model_card(model, origin, told, has_template), encoding="utf-8")
         write_json(partial / "fedweave.json", description)
+    remember(model.backbone.fingerprint, origin.config.backbone.model)
     return description
 
 
@@ -134,7 +136,8 @@ def describe(model: FedWeaveModel, origin: Origin) -> Description:
         "method": config.method,
         "round": origin.round,
         "seed": config.seed,
-        "backbone": to_tree(config.backbone),
+        # given away, it tells no path of this machine
+        "backbone": to_tree(config.backbone) | {"model": public_name(config.backbone.model)},
         "base_model": origin.base,
         "fingerprint": model.backbone.fingerprint,
         "experts": layout.experts,

@@ -16,7 +16,7 @@ import torch
 
 from fedweave.backbone.gguf_names import ARCHITECTURES, added_to_norms, name_of, names_of, reordered
 from fedweave.backbone.load import Backbone
-from fedweave.backbone.quantised import kept_weights
+from fedweave.backbone.quantised import kept_weights, tied
 from fedweave.bundle.adapter import rank_and_alpha
 from fedweave.bundle.card import base_model
 from fedweave.bundle.gguf_tokens import write_tables
@@ -63,13 +63,13 @@ def write_model(path: Path, backbone: Backbone, quantisation: str, name: str) ->
     """A whole model, with its tokenizer and the template of training."""
     model, config = backbone.model, _config(backbone.model)
     names, factors = names_of(config), rotary_factors(model)
-    tied = config.tie_word_embeddings
+    shared = tied(model)
 
     def arrays() -> Arrays:
         if factors is not None:
             yield "rope_freqs.weight", "F32", factors
         for key, tensor in kept_weights(model, unpacked=True):
-            if key == "lm_head.weight" and tied:
+            if key == "lm_head.weight" and shared:
                 continue
             array = _array(reordered(key, tensor, config)) + added_to_norms(key, config)
             yield _named(names, key), _kept_as(key, array, quantisation), array

@@ -6,7 +6,7 @@ from pathlib import Path
 import torch
 
 from fedweave.alignment.kept import KeptSignatures
-from fedweave.backbone.catalog import other_weights
+from fedweave.backbone.catalog import other_weights, where_it_lies
 from fedweave.backbone.load import Backbone, load_backbone
 from fedweave.bundle.adapter import read_adapter, read_tensors, take
 from fedweave.bundle.export import SIGNATURES
@@ -68,9 +68,9 @@ def read_kept(folder: Path, description: Description) -> KeptSignatures | None:
 def bundle_backbone(
     description: Description, model: str | None, device: str, dtype: str = "auto"
 ) -> BackboneConfig:
-    settings = {**description["backbone"], "device": device, "dtype": dtype}
-    if model is not None:
-        settings["model"] = model
+    if model is None:
+        model = where_it_lies(str(description["backbone"]["model"]), description["fingerprint"])
+    settings = {**description["backbone"], "model": model, "device": device, "dtype": dtype}
     return build(BackboneConfig, settings, "backbone.")
 
 

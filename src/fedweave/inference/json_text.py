@@ -125,12 +125,18 @@ class JsonTokens:
 
     def __init__(self, tokenizer: PreTrainedTokenizerFast, ends: list[int]):
         self.text, self._tokenizer, self._ends = JsonText(), tokenizer, ends
+        # alone, a token of SentencePiece loses the blank that it begins with
+        self._before = tokenizer.encode("{", add_special_tokens=False)
+        self._known = len(self._decode(self._before))
+
+    def _decode(self, tokens: list[int]) -> str:
+        return self._tokenizer.decode(tokens, skip_special_tokens=True, clean_up_tokenization_spaces=False)
 
     def take(self, token: int) -> bool:
         """Add a token, if it can follow."""
         if token in self._ends:
             return self.text.complete
-        piece = self._tokenizer.decode([token], skip_special_tokens=True)
+        piece = self._decode([*self._before, token])[self._known :]
         tried = JsonText(self.text)
         if not piece or self.text.complete or not tried.add(piece):
             return False

@@ -40,7 +40,7 @@ class TokenScore:
 def score_tokens(tokens: list[int], logits: torch.Tensor, top: int) -> list[TokenScore]:
     """Tokens [n] by the logits [n, V] that they were predicted with."""
     logprobs = logits.float().log_softmax(-1)
-    best = logprobs.topk(top, -1)
+    best = logprobs.topk(min(top, logprobs.shape[-1]), -1)
     chosen = logprobs[torch.arange(len(tokens)), tokens].tolist()
     likeliest = zip(best.indices.tolist(), best.values.tolist(), strict=True)
     return [

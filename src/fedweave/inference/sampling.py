@@ -139,7 +139,7 @@ class TokenChooser:
         return self._ends[0]
 
     def _draw(self, scores: torch.Tensor) -> int:
-        if self._generator is None:
+        if self._generator is None or not scores.isfinite().any():  # a request may rule every token out
             return int(scores.argmax())
         return int(torch.multinomial(scores.softmax(-1)[0], 1, generator=self._generator))
 

@@ -57,7 +57,8 @@ def tip(text: str, client: str | None = None, expert: int | None = None) -> str:
     """The id of an artist that says ``text`` when the pointer rests on it, and that fades while the reader looks at
     another client or expert than its own."""
     parts = {"client": client, "expert": expert}
-    return _TIP + text + "".join(f"{_PART}{key}={value}" for key, value in parts.items() if value is not None)
+    said = [text, *(f"{key}={value}" for key, value in parts.items() if value is not None)]
+    return _TIP + _PART.join(one.replace(_PART, "") for one in said)
 
 
 def _tipped(found: re.Match[str]) -> str:
@@ -94,6 +95,7 @@ class Picture:
     @cached_property
     def _drawing(self) -> str:
         """The SVG in light colours; drawn once, laid out once."""
+        _spell_out(self.figure)
         with _settings(self.name):
             out = io.StringIO()
             self.figure.savefig(out, format="svg", transparent=True, metadata={"Date": None, "Creator": None})
@@ -126,6 +128,14 @@ class Picture:
             text.set_fontfamily(["DejaVu Sans", *(name for name in _FONTS if name in installed)])
         with _settings(self.name):
             self.figure.savefig(folder / f"{self.name}.png", facecolor="white", dpi=160)
+
+
+def _spell_out(figure: Figure) -> None:
+    """Dollars are dollars: names of clients, kinds and runs are no formulas."""
+    from matplotlib.text import Text
+
+    for text in figure.findobj(Text):
+        text.set_parse_math(False)
 
 
 @contextmanager
