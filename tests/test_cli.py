@@ -2,6 +2,8 @@
 
 import io
 import json
+import runpy
+import sys
 
 import pytest
 import yaml
@@ -45,6 +47,15 @@ def complains(complains, place):
 def test_version(capsys):
     with pytest.raises(SystemExit) as stop:
         main(["--version"])
+    assert stop.value.code == 0
+    assert capsys.readouterr().out == f"fedweave {fedweave.__version__}\n"
+
+
+@pytest.mark.parametrize("module", ["fedweave", "fedweave.cli"])
+def test_the_package_is_the_command_too(module, capsys, monkeypatch):
+    monkeypatch.setattr(sys, "argv", [module, "--version"])
+    with pytest.raises(SystemExit) as stop:
+        runpy.run_module(module, run_name="__main__")
     assert stop.value.code == 0
     assert capsys.readouterr().out == f"fedweave {fedweave.__version__}\n"
 
