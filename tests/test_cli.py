@@ -120,6 +120,22 @@ def test_run_of_a_missing_file(complains):
 
 
 @pytest.mark.parametrize(
+    ("typed", "hint"),
+    [
+        (["run", "quickstart", "--output", "X"], "--output X; settings have no dashes: output=X"),
+        (["run", "quickstart", "seed=3", "--training.rounds=5"], "settings have no dashes: training.rounds=5"),
+        (["resume", "runs/a", "--local-steps", "5"], "settings have no dashes: training.local_steps=5"),
+        (["run", "quickstart", "--gpu"], "unrecognized arguments: --gpu\n"),
+        (["generate", "runs/a", "--seeds", "X"], "unrecognized arguments: --seeds X\n"),
+    ],
+)
+def test_an_option_that_is_a_setting_is_told_how_to_type_it(typed, hint, capsys):
+    with pytest.raises(SystemExit) as stop:
+        main(typed)
+    assert stop.value.code == 2 and hint in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
     ("override", "message"),
     [
         ("training.round=3", "unknown config key 'training.round': did you mean 'training.rounds'?"),
