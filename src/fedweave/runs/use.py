@@ -71,7 +71,8 @@ def _load(
 
 def row_fields(folder: Path) -> Fields:
     """How a run's rows call their columns; a bundle knows only the usual names."""
-    return {} if not (folder / "config.yaml").is_file() else read_fields(RunFolder.open(folder)[1].data.fields)
+    is_run = (folder / "config.yaml").is_file()
+    return read_fields(RunFolder.open(folder)[1].data.fields if is_run else ())
 
 
 def _run_models(
