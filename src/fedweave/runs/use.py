@@ -166,6 +166,8 @@ def _the_model(
     folder: Path, last: bool, checkpoint: int | None, model: str | None, base: str | None
 ) -> tuple[FedWeaveModel, Origin]:
     """The one model of a run; a method that serves every client its own has none to hand on."""
+    if is_bundle(folder):
+        raise UserError(f"{folder} is a bundle already; --merge, --soft and --format write it in other forms.")
     _, config = RunFolder.open(folder, elsewhere(model))
     models, snapshot = _run_models(folder, config, last, checkpoint)
     if len(models) != 1:
