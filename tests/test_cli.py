@@ -2,6 +2,8 @@
 
 import io
 import json
+import runpy
+import sys
 
 import pytest
 import yaml
@@ -45,6 +47,15 @@ def complains(complains, place):
 def test_version(capsys):
     with pytest.raises(SystemExit) as stop:
         main(["--version"])
+    assert stop.value.code == 0
+    assert capsys.readouterr().out == f"fedweave {fedweave.__version__}\n"
+
+
+@pytest.mark.parametrize("module", ["fedweave", "fedweave.cli"])
+def test_the_package_is_the_command_too(module, capsys, monkeypatch):
+    monkeypatch.setattr(sys, "argv", [module, "--version"])
+    with pytest.raises(SystemExit) as stop:
+        runpy.run_module(module, run_name="__main__")
     assert stop.value.code == 0
     assert capsys.readouterr().out == f"fedweave {fedweave.__version__}\n"
 
@@ -106,6 +117,22 @@ def test_run_of_an_unknown_recipe(complains):
 
 def test_run_of_a_missing_file(complains):
     assert "no config file mine.yaml" in complains("run", "mine.yaml")
+
+
+@pytest.mark.parametrize(
+    ("typed", "hint"),
+    [
+        (["run", "quickstart", "--output", "X"], "--output X; settings have no dashes: output=X"),
+        (["run", "quickstart", "seed=3", "--training.rounds=5"], "settings have no dashes: training.rounds=5"),
+        (["resume", "runs/a", "--local-steps", "5"], "settings have no dashes: training.local_steps=5"),
+        (["run", "quickstart", "--gpu"], "unrecognized arguments: --gpu\n"),
+        (["generate", "runs/a", "--seeds", "X"], "unrecognized arguments: --seeds X\n"),
+    ],
+)
+def test_an_option_that_is_a_setting_is_told_how_to_type_it(typed, hint, capsys):
+    with pytest.raises(SystemExit) as stop:
+        main(typed)
+    assert stop.value.code == 2 and hint in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

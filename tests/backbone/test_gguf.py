@@ -148,6 +148,12 @@ def test_second_load_takes_the_converted_folder(converted, gguf_file, capfd):
     assert not list(folder.parent.glob("*.partial"))
 
 
+def test_a_conversion_says_one_line_where_nobody_looks(tmp_path, original, capfd):
+    write_gguf(tmp_path / "quiet.gguf", original)
+    load(tmp_path / "quiet.gguf")
+    assert capfd.readouterr().err == "Converting quiet.gguf once, for this and all later runs.\n"
+
+
 def test_changed_file_of_the_same_name_is_converted_anew(converted, tmp_path, original):
     changed = copy.deepcopy(original)
     with torch.no_grad():

@@ -193,6 +193,10 @@ def test_adapters_carry_what_vllm_asks_for(bundle, model_folder):
     assert "--max-lora-rank 8 " in command and "--max-loras 3" in command and "shared=PATH/shared" in command
 
 
+def test_a_bundle_is_no_source_of_another(bundle, tmp_path, complains):
+    assert f"{bundle} is a bundle already; --merge" in complains("export", bundle, tmp_path / "again")
+
+
 def test_a_bundle_is_evaluated_on_a_file(trained, bundle, tmp_path, says, complains):
     rows = [{"prompt": p, "response": "Two plums", "task": t} for p, t in zip(PROMPTS, "aab", strict=True)]
     data = write_jsonl(tmp_path / "mine.jsonl", rows)

@@ -260,6 +260,7 @@ def test_packaged_comparisons_are_valid_and_open_with_their_command(name, tmp_pa
         ("benchmark", ["method=fedit,fedwave"], None, "fedweave"),
         ("benchmark", ["training.round=1,2"], None, "training.rounds"),
         ("main-results", [], "training.lr", "no axis"),
+        ("benchmark", ["training.lr=0.01,1e-2"], None, "training.lr=0.01 and training.lr=1e-2 are the same run"),
     ],
 )
 def test_mistakes_are_found_before_anything_runs(tmp_path, name, overrides, best_of, word):
@@ -298,6 +299,29 @@ def test_a_key_that_came_into_being_since_does_not_run_a_cell_again(tmp_path, qu
     for config, found in ((tree, True), (older, True), ({**older, "seed": 7}, False), ({**tree, "gone": 1}, False)):
         write_json(one.folder / "summary.json", {**written, "config": config})
         assert (one.finished is not None) == found
+
+
+def test_a_reason_that_many_cells_have_is_said_once(tmp_path, capsys, monkeypatch):
+    def run(self, cell):
+        if cell.config.method != "fedit":
+            raise UserError("data.path=gone: there is no such file." if cell.config.seed < 4 else "another.")
+        return summary("fedit", cell.config.seed, 1.0, 0.5)
+
+    monkeypatch.setattr(Runner, "_run", run)
+    monkeypatch.setattr(runner, "with_life", lambda found, cell: found)
+    compare(["quickstart"], ["method=fedit,fedweave", "seed=1,2,3,4"], [tmp_path], None, Console())
+    told = [line for line in capsys.readouterr().err.splitlines() if line.startswith("warning: ")]
+    assert told == [
+        "warning: 3 cells (seed=1, method=fedweave; …): data.path=gone: there is no such file.",
+        "warning: seed=4, method=fedweave: another.",
+        "warning: 4 cells failed; run the same command again to retry them.",
+    ]
+
+
+@pytest.mark.parametrize("minutes", ["-3", "nan"])
+def test_a_time_that_is_none_is_refused(minutes, tmp_path, complains):
+    line = complains("compare", "quickstart", "--output", tmp_path, "--minutes", minutes)
+    assert f"--minutes must be at least 0, not {minutes}." in line
 
 
 def test_processes_share_a_grid_and_what_one_gives_up_another_takes(tmp_path, quick, capsys):
@@ -536,6 +560,7 @@ def test_a_setting_that_no_name_tells_gets_a_run_of_its_own(tmp_path, quick):
 def test_a_grid_of_which_nothing_can_run_says_why_in_its_one_sentence(tmp_path, complains):
     grid = ["quickstart", "method=fedit,fedweave", "data.source=jsonl", f"data.path={tmp_path / 'gone'}", "--quiet"]
     said = complains("compare", *grid, "--output", tmp_path / "grid")
-    assert "no cell of the comparison finished: method=fedit: data.path=" in said and "no such file" in said
+    assert "no cell of the comparison finished: 2 cells (method=fedit; …): data.path=" in said
+    assert said.count("no such file") == 1
     (tmp_path / "file").write_text("")
     assert f"--output {tmp_path / 'file'} is a file" in complains("compare", *grid, "--output", tmp_path / "file")

@@ -46,6 +46,16 @@ def said(found, text: str) -> str:
 # -------------------------------------------------------------------------------------- faults
 
 
+def test_a_file_of_which_nothing_can_be_used_is_told_of_once(folder):
+    path = folder(a=list(map(row, range(30))), lost=[], bad=["{oops"], validation=["{oops"])
+    (path / "lost.jsonl").write_bytes(b"PK\x03\x04 and so on")
+    first, second, third = (fault["where"] + fault["what"] for fault in check(path).faults)
+    assert first.startswith("validation.jsonl:1not valid JSON") and second.startswith("bad.jsonl:1not valid JSON")
+    assert "lost.jsonl is a workbook or an archive" in third
+    (only,) = check(path / "lost.jsonl").faults
+    assert "is a workbook or an archive" in only["what"]
+
+
 def test_everything_wrong_with_all_rows_of_all_files_is_found_at_once(folder):
     path = folder(
         a=[row(1), "{oops", row(2) | {"task": "macro"}, "[1]", {"prompt": "x"}, *map(row, range(20))],

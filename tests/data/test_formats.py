@@ -8,12 +8,12 @@ import pytest
 from fedweave.config import from_tree
 from fedweave.data.files import read_rows, split_name
 from fedweave.data.own import load_own, read_examples
-from fedweave.data.rows import read_fields, to_example
+from fedweave.data.rows import Fields, read_fields, to_example
 from fedweave.errors import UserError
 
 
 def example(row: dict, **fields):
-    return to_example(row, "a.jsonl:1", fields)
+    return to_example(row, "a.jsonl:1", Fields(fields))
 
 
 def turns(*pairs: tuple[str, str]):
@@ -89,7 +89,7 @@ def test_a_map_names_the_columns():
 @pytest.mark.parametrize(
     ("row", "fields", "complaint"),
     [
-        ({"question": "x", "answer": "y"}, {}, "or data.fields names its columns, as in prompt=question"),
+        ({"question": "x"}, {}, "or data.fields names its columns, as in prompt=question,response=answer ("),
         ({"question": "x", "answer": "y"}, {"prompt": "query", "response": "answer"}, "no 'query'"),
         ({"prompt": "x", "response": "y"}, {"messages": "talk"}, "no 'talk', which data.fields names for messages"),
         ({"prompt": "x", "response": "y"}, {"task": "kind"}, "no 'kind', which data.fields names for task"),

@@ -1,9 +1,12 @@
 """A run over sites that is started or resumed with settings that cannot be: nothing is written."""
 
+import re
+import shlex
 from pathlib import Path
 
 import pytest
 
+from fedweave.cli import main
 from fedweave.config import load_config
 from fedweave.console import Console
 from fedweave.errors import UserError
@@ -41,3 +44,20 @@ def test_a_start_that_cannot_be_writes_nothing(tmp_path):
     with pytest.raises(UserError, match=r"nowhere\.jsonl"):
         start(config, tmp_path / "run", Runtime("127.0.0.1:1"), Console(quiet=True))
     assert not (tmp_path / "run").exists()
+
+
+def test_an_interrupted_server_prints_all_that_has_to_be_typed(tmp_path, monkeypatch, capsys):
+    def interrupted(_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("fedweave.runs.federated.submit", interrupted)
+    certificate, secret = tmp_path / "the ca.crt", tmp_path / "federate.secret"
+    certificate.touch()
+    secret.touch()
+    link = ["--superlink", "hub:8000", "--root-certificates", str(certificate), "--secret", str(secret)]
+    assert main(["federate", "quickstart", "federation.sites=2", f"output={tmp_path / 'run'}", *link]) == 130
+    for _ in range(2):  # what is printed is taken, and prints itself again
+        (typed,) = re.findall("`(.*)` goes on", capsys.readouterr().err)
+        words = shlex.split(typed)
+        assert words == ["fedweave", "federate", "--resume", str(tmp_path / "run"), *link]
+        assert main(words[1:]) == 130

@@ -47,4 +47,4 @@ def test_what_cannot_follow_leaves_the_run_alone(small, tmp_path, capsys):
 def test_a_file_whose_rows_are_all_wrong_is_named_and_not_called_empty(cases, capsys):
     assert main(["check", str(cases)]) == 1
     shown = capsys.readouterr().out
-    assert "- cases.csv:2: no 'prompt'" in shown and "holds no row that can be used" in shown
+    assert "- cases.csv:2: no 'prompt'" in shown and "60 faults" in shown

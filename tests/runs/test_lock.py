@@ -56,7 +56,8 @@ def test_a_server_over_sites_is_left_alone_too(tmp_path, complains):
         assert said in complains("federate", "--resume", folder, "--insecure")
         assert said in complains("federate", "quickstart", "federation.sites=2", f"output={folder}", "--insecure")
     again = complains("federate", "quickstart", "federation.sites=2", f"output={folder}", "--insecure")
-    assert f"continue it with `fedweave federate --resume {folder}`" in again
+    link = "--superlink 127.0.0.1:8000 --insecure"
+    assert f"continue it with `fedweave federate --resume {folder} {link}`" in again
 
 
 def test_the_lock_is_held_once(tmp_path):

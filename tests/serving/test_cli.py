@@ -4,6 +4,10 @@ import socket
 
 import pytest
 
+from fedweave.errors import UserError
+from fedweave.serving.jobs import Limits
+from fedweave.serving.server import fitting
+
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
@@ -20,6 +24,12 @@ import pytest
 )
 def test_wrong_arguments(exported, complains, arguments, message):
     assert message in complains("serve", exported, *arguments)
+
+
+def test_a_model_of_few_tokens_is_served_with_shorter_answers_unless_they_were_asked_for(backbone):
+    assert fitting(Limits(1, 1, 512, 1000, yields=True), backbone).max_new_tokens == 384
+    with pytest.raises(UserError, match="use at most 384"):
+        fitting(Limits(1, 1, 512, 1000), backbone)
 
 
 def test_a_port_that_is_taken_and_a_folder_that_is_nothing(exported, tmp_path, complains):

@@ -14,6 +14,7 @@ import os
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -86,6 +87,19 @@ def _reading(gguf: Path) -> Iterator[None]:
         raise UserError(f"{gguf} cannot be read as a GGUF language model: {first_line(error)}") from error
 
 
+@contextmanager
+def _bar_on_terminals_alone() -> Iterator[None]:
+    """transformers draws its bar over a GGUF file whatever its switch for bars says: one long line in a log."""
+    from transformers import modeling_gguf_pytorch_utils as reader
+
+    bar = reader.tqdm
+    reader.tqdm = partial(bar, disable=None)  # None: where there is no terminal
+    try:
+        yield
+    finally:
+        reader.tqdm = bar
+
+
 def _described(gguf: Path) -> tuple[PretrainedConfig, PreTrainedTokenizerFast]:
     from transformers import AutoConfig
 
@@ -112,7 +126,7 @@ def _convert(gguf: Path, folder: Path) -> None:
 
     print(f"Converting {gguf.name} once, for this and all later runs.", file=sys.stderr, flush=True)
     hf_logging.disable_progress_bar()
-    with _reading(gguf):
+    with _reading(gguf), _bar_on_terminals_alone():
         announced, tokenizer = _described(gguf)
         model, info = AutoModelForCausalLM.from_pretrained(
             str(gguf.parent),

@@ -15,9 +15,10 @@ from contextlib import contextmanager
 import fedweave
 from fedweave.cli import analyse, check, deliver, deploy, look, show, train, use
 from fedweave.cli.verbs import Verbs
+from fedweave.config import Config
 from fedweave.console import Console, printable
 from fedweave.errors import UserError
-from fedweave.settings import environment_number
+from fedweave.settings import describe, environment_number
 
 FAMILIES = (train, check, deploy, use, show, deliver, analyse, look)
 
@@ -29,7 +30,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if extra and hasattr(arguments, "overrides") and all("=" in e and not e.startswith("-") for e in extra):
         arguments.overrides += extra
     elif extra:
-        parser.error(f"unrecognized arguments: {' '.join(extra)}")
+        parser.error(f"unrecognized arguments: {' '.join(extra)}{_as_setting(extra, arguments)}")
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "true")
     try:
         with _terminated_like_interrupted():
@@ -54,6 +55,17 @@ def main(argv: Sequence[str] | None = None) -> int:
             "there is not enough memory for this; ask for less at a time: smaller batches, shorter answers, lower "
             "ranks."
         )
+
+
+def _as_setting(extra: Sequence[str], arguments: argparse.Namespace) -> str:
+    """How to type an unknown option that is a config key, where the verb takes those."""
+    if not hasattr(arguments, "overrides") or not extra[0].startswith("--"):
+        return ""
+    option, equals, value = extra[0].removeprefix("--").partition("=")
+    name, value = option.replace("-", "_"), value if equals else " ".join(extra[1:2])
+    keys = [key for key, *_ in describe(Config) if name in (key, key.rpartition(".")[2])]
+    typed = " or ".join(f"{key}={value}" for key in sorted(keys, key=len))
+    return f"; settings have no dashes: {typed}" if typed else ""
 
 
 def _complain(sentence: str) -> int:

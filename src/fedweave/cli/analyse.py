@@ -7,8 +7,8 @@ from typing import TypedDict
 from fedweave.cli.verbs import Verbs, shared
 from fedweave.config import Config, from_tree, load_config, recipe_names
 from fedweave.console import Console, show, table
-from fedweave.errors import UserError
-from fedweave.settings import read_yaml_value, to_tree
+from fedweave.errors import UserError, nearest
+from fedweave.settings import describe, read_yaml_value, to_tree
 
 # Short names of `fedweave budget` for keys that decide costs.
 _SHORT = {
@@ -117,6 +117,7 @@ def _split(settings: list[str]) -> tuple[_Found, list[str]]:
     """(what discovery is taken to find, config overrides) from short and dotted keys."""
     found: _Found = {}
     keys = []
+    parts = {part for key, *_ in describe(Config) for part in key.split(".")}
     for item in settings:
         key, _, text = item.partition("=")
         if key == "precision":
@@ -130,6 +131,8 @@ def _split(settings: list[str]) -> tuple[_Found, list[str]]:
             if count != int(count):
                 raise UserError(f"{key} must be a whole number, not {text!r}.")
             found["experts" if key == "experts" else "served"] = int(count)
+        elif "." not in key and key not in parts:  # its own names are nearer than any section of a config
+            raise UserError(f"unknown config key {key!r}: {nearest(key, [*_Found.__annotations__, *_SHORT])}")
         else:
             keys.append(f"{_SHORT.get(key, key)}={text}")
     if found.get("served", 1) > found.get("experts", 4):

@@ -10,6 +10,8 @@ from fedweave.console import Console
 from fedweave.description.record import LEVELS
 from fedweave.errors import UserError
 
+MAX_ANSWER = 512  # tokens that `serve` gives an answer where nobody says
+
 
 def register(verbs: Verbs) -> None:
     export = verbs.add("export", _export, "Write a run's model as a bundle of PEFT adapters and a router.")
@@ -49,7 +51,11 @@ def register(verbs: Verbs) -> None:
     serve.add_argument("--api-key", help="clients must send it (default: the environment's FEDWEAVE_API_KEY)")
     serve.add_argument("--max-batch", type=int, default=32, help="answers under way at a time")
     serve.add_argument("--max-queue", type=int, default=256, help="requests that may wait; more are told to retry")
-    serve.add_argument("--max-new-tokens", type=int, default=512, help="longest answer")
+    serve.add_argument(
+        "--max-new-tokens",
+        type=int,
+        help=f"longest answer (default: {MAX_ANSWER}, less where the model has no room for it)",
+    )
     serve.add_argument(
         "--max-prompt",
         type=int,
@@ -163,8 +169,14 @@ def _serve(arguments: argparse.Namespace, console: Console) -> None:
         upstream_key=arguments.upstream_key or os.environ.get("FEDWEAVE_UPSTREAM_KEY"),
         told=told_experts(arguments.folder, arguments.describe),
     )
-    names = ("max_batch", "max_queue", "max_new_tokens", "max_body", "max_prompt")
-    limits = Limits(**{name: getattr(arguments, name) for name in names})
+    limits = Limits(
+        arguments.max_batch,
+        arguments.max_queue,
+        arguments.max_new_tokens or MAX_ANSWER,
+        arguments.max_body,
+        arguments.max_prompt,
+        yields=arguments.max_new_tokens is None,
+    )
     where = {"last": arguments.last, "checkpoint": arguments.checkpoint, "device": arguments.device}
     where |= {"model": arguments.backbone, "doubt": arguments.doubt}
     serve(lambda: load(arguments.folder, **where), settings, limits, console)

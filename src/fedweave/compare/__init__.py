@@ -11,7 +11,7 @@ from fedweave.compare.grid import Cell, Comparison, cells, load_comparison
 from fedweave.compare.life import life_courses, life_table
 from fedweave.compare.ours import ours_table
 from fedweave.compare.record import Record, rounded
-from fedweave.compare.runner import Outcome, Runner
+from fedweave.compare.runner import Outcome, Runner, faults
 from fedweave.compare.tables import Results, as_csv, choose_best, latex, markdown
 from fedweave.config import BackboneConfig
 from fedweave.console import Console
@@ -33,6 +33,8 @@ def compare(
     """Run (or finish) comparisons, each into its own folder; returns their tables as Markdown. ``record`` is a file
     that gets every finished cell in short; what stands in it is finished."""
     processes = world()
+    if minutes is not None and not minutes >= 0:
+        raise UserError(f"--minutes must be at least 0, not {minutes:g}.")
     for folder in outputs:
         if folder.exists() and not folder.is_dir():
             raise UserError(f"--output {folder} is a file; name a folder.")
@@ -45,16 +47,23 @@ def compare(
     except KeyboardInterrupt:
         raise KeyboardInterrupt("the same command goes on with the cells that are left") from None
     left = sum(len(outcome.left) for outcome in outcomes.values())
-    texts = []
-    if processes is None or processes.rank == 0:  # the first process writes the tables
+    texts, why = [], []
+    if first := processes is None or processes.rank == 0:  # the first process writes the tables
         texts = [_write(comparisons[name], outcomes[name], folders[name], console) for name in names]
-    if taken := sum(len(outcome.taken) for outcome in outcomes.values()):
+        why = faults(outcomes.values())
+    taken = sum(len(outcome.taken) for outcome in outcomes.values())
+    nothing = first and not any(texts) and not taken
+    for fault in why[nothing:]:  # the first is said at the end, where there is nothing else to say
+        console.warn(fault)
+    if why and not nothing:
+        failed = sum(len(outcome.failed) for outcome in outcomes.values())
+        console.warn(f"{failed} cells failed; run the same command again to retry them.")
+    if taken:
         console.warn(f"other processes have {taken} cells; the tables are whole when the last one has ended.")
     if left:
         console.warn(f"{minutes:g} minutes are up with {left} cells to go; the same command goes on with them.")
-    if not any(texts) and not taken and (processes is None or processes.rank == 0):
-        why = next((f": {failure}" for one in outcomes.values() for failure in one.failures), ".")
-        raise UserError(f"no cell of the comparison finished{why}")
+    if nothing:
+        raise UserError(f"no cell of the comparison finished{f': {why[0]}' if why else '.'}")
     return "\n".join(
         f"## {name}\n\n{text}" if len(names) > 1 else text for name, text in zip(names, texts, strict=False)
     )
@@ -79,10 +88,6 @@ def _ambiguous(finished: list[tuple[Cell, Summary]]) -> list[str]:
 
 def _write(comparison: Comparison, outcome: Outcome, output: Path, console: Console) -> str:
     """The tables of what has finished; returns the Markdown."""
-    for failure in outcome.failures:
-        console.warn(failure)
-    if outcome.failures:
-        console.warn(f"{len(outcome.failures)} cells failed; run the same command again to retry them.")
     if not outcome.finished:
         return ""
     for model in _ambiguous(outcome.finished):

@@ -206,6 +206,10 @@ def cells(comparison: Comparison, output: Path) -> list[Cell]:
             f"output={folder}",
         ]
         grid.append(Cell(values, load_config(comparison.recipe, overrides), folder))
+    first: dict[str, Cell] = {}
+    for cell in grid:
+        if (same := first.setdefault(cell.identity, cell)) is not cell:
+            raise UserError(f"{same.title} and {cell.title} are the same run; give every value of an axis once.")
     return grid
 
 

@@ -6,6 +6,7 @@ interrupted one is resumed: a crash loses at most the round that was under way.
 
 import time
 import traceback
+from collections.abc import Iterable
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -30,10 +31,22 @@ Known = tuple[Path | None, Summary | None]
 class Outcome:
     finished: list[tuple[Cell, Summary]] = field(default_factory=list)
     folders: list[Path | None] = field(default_factory=list)  # of the finished; may be another grid's
-    failures: list[str] = field(default_factory=list)  # a sentence each
     failed: list[Cell] = field(default_factory=list)
+    failures: list[str] = field(default_factory=list)  # of the failed, a sentence each
     left: list[Cell] = field(default_factory=list)  # not begun, because time was up
     taken: list[Cell] = field(default_factory=list)  # by other processes, which have not finished them
+
+
+def faults(outcomes: Iterable[Outcome]) -> list[str]:
+    """Why cells failed; a reason that many have, such as rows that are not there, is one sentence."""
+    why: dict[str, list[Cell]] = {}
+    for outcome in outcomes:
+        for cell, failure in zip(outcome.failed, outcome.failures, strict=True):
+            why.setdefault(failure, []).append(cell)
+    return [
+        f"{cells[0].title if len(cells) == 1 else f'{len(cells)} cells ({cells[0].title}; …)'}: {failure}"
+        for failure, cells in why.items()
+    ]
 
 
 class Runner:
@@ -107,11 +120,11 @@ class Runner:
             self.console.say("another process has it")
             raise
         except UserError as error:
-            outcome.failures.append(f"{cell.title}: {error}")
+            outcome.failures.append(str(error))
         except Exception:  # one broken cell must not cost the others
             note = cell.folder.parent / f"{cell.folder.name}.error"
             note.write_text(traceback.format_exc(), encoding="utf-8")
-            outcome.failures.append(f"{cell.title}: see {note}")
+            outcome.failures.append(f"see {note}")
         outcome.failed.append(cell)
         return None, None
 

@@ -4,7 +4,7 @@ from pathlib import Path
 
 from fedweave.analysis.worth import FILE, REFERENCES, Worth, worth
 from fedweave.compare.grid import Cell
-from fedweave.compare.runner import Runner
+from fedweave.compare.runner import Runner, faults
 from fedweave.config import from_tree
 from fedweave.console import Console, duration
 from fedweave.errors import UserError
@@ -24,8 +24,8 @@ def weigh(folder: Path, console: Console, model: str | None = None) -> Worth:
     if not all(cell.finished for cell in grid):
         console.say(f"{len(grid)} references, each trained like {folder}, which took {duration(taken)}")
     outcome = Runner({"worth": grid}, console).run()["worth"]
-    if outcome.failures:
-        raise UserError(outcome.failures[0])
+    if why := faults([outcome]):
+        raise UserError(why[0])
     references: dict[str, Tested] = {
         str(cell.values["method"]): summary["test"]["best"] for cell, summary in outcome.finished
     }

@@ -52,8 +52,9 @@ def load_own(config: Config) -> FederatedData:
     return divide(config, gather(config.data))
 
 
-def read_examples(path: Path, fields: Fields | None = None, complain: Complain = refuse) -> list[Example]:
-    return [example for _, example in _read(path, fields or {}, complain, by_client=False)]
+def read_examples(path: Path, fields: Fields | None = None) -> list[Example]:
+    known = Fields() if fields is None else fields
+    return [example for _, example in _read(path, known, refuse, by_client=False) or []]
 
 
 # ---------------------------------------------------------------------------------- gathering
@@ -67,7 +68,8 @@ def gather(config: DataConfig, complain: Complain = refuse) -> Gathered:
     path = find_path(str(config.path))
     if path.is_dir():
         return _folder(path, fields, complain)
-    return _by_client(_read(path, fields, complain, by_client=True), Gathered(), path.name, complain)
+    rows = _read(path, fields, complain, by_client=True)
+    return Gathered() if rows is None else _by_client(rows, Gathered(), path.name, complain)
 
 
 def _folder(folder: Path, fields: Fields, complain: Complain) -> Gathered:
@@ -97,10 +99,11 @@ def _folder(folder: Path, fields: Fields, complain: Complain) -> Gathered:
             f"(or {', '.join(KINDS[1:])})."
         )
     for k in HELD_OUT:
-        if k in named:
-            found.held[k] = read_examples(named[k], fields, complain)
+        if k in named and (held := _read(named[k], fields, complain, by_client=False)) is not None:
+            found.held[k] = [example for _, example in held]
     by_client = "client" in fields or len(clients) == 1  # the only file may hold the rows of all
-    read = {name: _read(path, fields, complain, by_client) for name, path in clients.items()}
+    tried = {name: _read(path, fields, complain, by_client) for name, path in clients.items()}
+    read = {name: rows for name, rows in tried.items() if rows is not None}
     if "client" in fields or any(owner for rows in read.values() for owner, _ in rows):
         return _by_client([row for rows in read.values() for row in rows], found, folder.name, complain)
     found.clients = {name: [example for _, example in rows] for name, rows in read.items()}
@@ -140,12 +143,20 @@ def _by_client(owned: Owned, found: Gathered, name: str, complain: Complain) -> 
     return found
 
 
-def _read(path: Path, fields: Fields, complain: Complain, by_client: bool) -> Owned:
+def _read(path: Path, fields: Fields, complain: Complain, by_client: bool) -> Owned | None:
+    """The rows of a file; None where nothing of it can be used, and why has been said."""
+    told: list[str] = []
+
+    def tell(fault: str) -> None:
+        told.append(fault)
+        complain(fault)
+
+    rows: Owned = []
     try:
-        return _examples(read_rows(path, complain), path.name, fields, complain, by_client)
+        rows = _examples(read_rows(path, tell), path.name, fields, tell, by_client)
     except UserError as error:  # of the file as a whole
-        complain(str(error))
-        return []
+        tell(str(error))
+    return None if told and not rows else rows
 
 
 def _examples(
@@ -216,7 +227,7 @@ def read_prompts(path: Path, fields: Fields) -> list[tuple[Row, Prompt]]:
 def _of_this_file(path: Path, fields: Fields) -> Fields:
     """Rows to test on or to answer may have the columns of the training data or the usual ones."""
     _, first = next(iter(read_rows(path)), (0, {}))
-    return {what: column for what, column in fields.items() if column in first}
+    return Fields({what: column for what, column in fields.items() if column in first})
 
 
 def hold_out(

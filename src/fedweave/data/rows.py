@@ -29,23 +29,27 @@ RESERVED = ("macro",)  # names of rows in every table
 LONGEST_NAME = 80
 KNOWN = "'prompt' and 'response' (or 'completion'), 'instruction' and 'output', 'messages' or 'conversations'"
 
-Fields = dict[str, str]
+
+class Fields(dict[str, str]):
+    """{what: column}, and the setting that says so: a site has one in its own file."""
+
+    key = "data.fields"
 
 
-def read_fields(pairs: Sequence[str]) -> Fields:
-    """``data.fields``: {what: column}."""
-    fields = {}
+def read_fields(pairs: Sequence[str], key: str = Fields.key) -> Fields:
+    fields = Fields()
+    fields.key = key
     for pair in pairs:
         what, equals, column = pair.partition("=")
         if not equals and what not in FIELDS:
-            raise UserError(f"data.fields: {pair!r} does not say what it holds; write prompt={pair}, for example.")
+            raise UserError(f"{key}: {pair!r} does not say what it holds; write prompt={pair}, for example.")
         if what not in FIELDS:
-            raise UserError(f"data.fields: {what!r} is nothing that a row has: {nearest(what, FIELDS)}")
+            raise UserError(f"{key}: {what!r} is nothing that a row has: {nearest(what, FIELDS)}")
         if not equals or not column:
-            raise UserError(f"data.fields: {pair!r} names no column; write {what}=COLUMN.")
+            raise UserError(f"{key}: {pair!r} names no column; write {what}=COLUMN.")
         fields[what] = column
     if "messages" in fields and "prompt" in fields:
-        raise UserError("data.fields: a row has either messages or prompt and response, not both.")
+        raise UserError(f"{key}: a row has either messages or prompt and response, not both.")
     return fields
 
 
@@ -104,7 +108,7 @@ def client_of(row: Row, where: str, fields: Fields) -> str | None:
     name = _label(row, "client", where, fields)
     if name is None and "client" in fields:
         raise UserError(
-            f"{where}: {fields['client']!r} says of no client; data.fields names it as the client's column."
+            f"{where}: {fields['client']!r} says of no client; {fields.key} names it as the client's column."
         )
     return name
 
@@ -123,17 +127,17 @@ def _columns(row: Row, where: str, fields: Fields) -> tuple[str, str]:
     answer = fields.get("response") or next((name for name in likely if name in row), likely[0])
     for what, name in (("prompt", ask), ("response", answer)):
         if name not in row and what in fields:
-            raise _misnamed(row, what, where, name)
+            raise _misnamed(row, what, where, fields)
         if name not in row:
             raise UserError(
-                f"{where}: no {name!r}; a row needs {KNOWN}, or data.fields names its columns, as in "
-                f"prompt=question,response=answer, or fields in a site's file (it has {_listed(row)})."
+                f"{where}: no {name!r}; a row needs {KNOWN}, or {fields.key} names its columns, as in "
+                f"prompt=question,response=answer (it has {_listed(row)})."
             )
     return ask, answer
 
 
-def _misnamed(row: Row, what: str, where: str, column: str) -> UserError:
-    return UserError(f"{where}: no {column!r}, which data.fields names for {what} (it has {_listed(row)}).")
+def _misnamed(row: Row, what: str, where: str, fields: Fields) -> UserError:
+    return UserError(f"{where}: no {fields[what]!r}, which {fields.key} names for {what} (it has {_listed(row)}).")
 
 
 def _text(row: Row, name: str, where: str) -> str:
@@ -154,7 +158,7 @@ def _label(row: Row, what: str, where: str, fields: Fields) -> str | None:
     """A short name in a column of its own; None where the column is not there, or empty in a table."""
     column = fields.get(what, what)
     if column not in row and what in fields:
-        raise _misnamed(row, what, where, column)
+        raise _misnamed(row, what, where, fields)
     value = row.get(column)
     if value is None:
         return None
@@ -193,7 +197,7 @@ def _chat(row: Row, where: str, fields: Fields, fewest: int = 2) -> list[Message
             return messages
         if "messages" in fields:
             raise UserError(
-                f"{where}: no {known[0]!r}, which data.fields names for messages (it has {_listed(row)})."
+                f"{where}: no {known[0]!r}, which {fields.key} names for messages (it has {_listed(row)})."
             )
     if isinstance(row.get("prompt"), list) and isinstance(row.get("completion"), list):  # TRL's chats
         return [m for name in ("prompt", "completion") for m in _messages(row[name], name, where, 1)]

@@ -85,17 +85,17 @@ class Buckets:
     silhouettes: dict[int, float]
     note: str = ""  # why there is only one bucket, when that was forced
 
-    def joined(self, least: int, features: np.ndarray) -> Buckets:
-        """These buckets, where the smallest joins the one whose mean feature is nearest until none has fewer than
-        ``least``; features [n, d]."""
-        if min(map(len, self.members)) >= least:
-            return self
+    def joined(self, enough: Callable[[np.ndarray], bool], features: np.ndarray) -> Buckets:
+        """These buckets, where the smallest one that is not ``enough`` joins the one whose mean feature is
+        nearest, until all are; features [n, d]."""
         members = list(self.members)
-        while len(members) > 1 and min(map(len, members)) < least:
-            small = members.pop(int(np.argmin([len(bucket) for bucket in members])))
+        while len(members) > 1 and (few := [c for c, bucket in enumerate(members) if not enough(bucket)]):
+            small = members.pop(min(few, key=lambda c: len(members[c])))
             means = np.stack([features[bucket].mean(0) for bucket in members])
             near = int(np.linalg.norm(means - features[small].mean(0), axis=1).argmin())
             members[near] = np.sort(np.concatenate([members[near], small]))
+        if len(members) == len(self.members):
+            return self
         return replace(self, members=sorted(members, key=lambda bucket: bucket[0]))
 
 

@@ -130,7 +130,7 @@ class Client:
     boast: int = 1  # examples that it says it has for each one; more where a simulation's client is hostile
     party: Party | Open | None = None  # its part in a masked sum
     secret: int = 0  # of its noise, another for every question; a simulation has nobody to hide it from
-    least: int = 1  # examples that anything which leaves it rests on, at least: a site's own floor
+    least: int = 1  # different rows that anything which leaves it rests on, at least: a site's own floor
     feed: Feed | None = None  # None: its rows never change
     version: int = 0  # of its rows
     waiting: np.ndarray = field(default_factory=lambda: np.empty(0, dtype=int))  # rows that no bucket has yet
@@ -197,9 +197,13 @@ class Client:
         self.waiting = np.sort(np.concatenate([_still_there(moved, self.waiting), new]))
         return len(new), int((moved < 0).sum())
 
+    def enough(self, rows: np.ndarray) -> bool:
+        """Whether an answer may rest on these rows; what rests on copies of one row tells that row."""
+        return self.data.distinct(rows) >= self.least
+
     def let_go(self) -> None:
         """The rows of buckets that have become too small wait again."""
-        small = [len(bucket) < self.least for bucket in self.buckets]
+        small = [not self.enough(bucket) for bucket in self.buckets]
         waiting = [bucket for bucket, gone in zip(self.buckets, small, strict=True) if gone]
         self.waiting = np.sort(np.concatenate([self.waiting, *waiting]))
         self.buckets = [bucket[:0] if gone else bucket for bucket, gone in zip(self.buckets, small, strict=True)]

@@ -156,7 +156,7 @@ class Method(ABC):
     def grouped(self, compute: Compute, clients: Sequence[Client]) -> list[Buckets]:
         """The units of every client, none of them smaller than it allows."""
         found = self.units(compute, clients)
-        return [one.joined(c.least, c.data.features.numpy()) for c, one in zip(clients, found, strict=True)]
+        return [one.joined(c.enough, c.data.features.numpy()) for c, one in zip(clients, found, strict=True)]
 
     def labels(self, client: Client, state: RoutedExperts) -> torch.Tensor:
         """[n] the expert that each of client i's examples belongs to."""

@@ -204,7 +204,7 @@ class CompareExperts(Step[list[int]]):
         theirs = trained[np.isin(picks.numpy()[trained], pair)]
         rng = np.random.default_rng(stream_key("compare", self.config.seed, client.index, *pair))
         chosen = np.sort(rng.permutation(theirs)[:_LOOKED_AT])
-        if len(chosen) < max(_LEAST, client.least):
+        if len(chosen) < _LEAST or not client.enough(chosen):
             return 0, (0.0, 0.0)
         examples, experts = [client.data.examples[i] for i in chosen], state.layout.experts
         first, second = (

@@ -82,7 +82,7 @@ class FedWeave(Aligned):
             return super().group(compute, client)
         few = [c for c in apart(client) if len(client.buckets[c]) < least]
         rows = np.sort(np.concatenate([client.waiting, *(client.buckets[c] for c in few)]))
-        if len(rows) < least:
+        if len(rows) < least or not client.enough(rows):
             return None
         client.drop(few)
         if len(client.buckets) > self.config.discovery.max_buckets:
@@ -126,7 +126,7 @@ class FedWeave(Aligned):
         everything = client.rows
         labels = self.labels(client, state).numpy()[everything]
         pools = [everything[labels == m] for m in np.unique(labels)]
-        pools = [pool for pool in pools if len(pool) >= client.least]
+        pools = [pool for pool in pools if client.enough(pool)]
         if not pools:
             raise UserError(f"the router sends fewer than {client.least} of this client's examples to each expert.")
         return [np.sort(np.concatenate(pools))] if self.config.training.batches == "mixed" else pools
@@ -136,7 +136,7 @@ class FedWeave(Aligned):
         if self.trains_router:
             return lane
         labels, experts = self.labels(client, state), state.layout.experts
-        served = torch.bincount(labels, minlength=experts) >= client.least
+        served = torch.tensor([client.enough(np.flatnonzero(labels.numpy() == m)) for m in range(experts)])
         if self.relabel is None:
             gates = F.one_hot(labels, experts).float()
         else:  # an example trains as it would be served

@@ -37,7 +37,7 @@ from fedweave.json_files import read_json, write_json
 from fedweave.methods import build_method
 from fedweave.runs.folder import Progress, RunFolder, require_new
 from fedweave.runs.live import followed
-from fedweave.runs.reading import read_events
+from fedweave.runs.reading import read_events, resume_command
 from fedweave.runs.run import RunContext, carry_out
 from fedweave.runs.summary import summarise
 from fedweave.runs.workspace import TestSet, Workspace
@@ -55,13 +55,13 @@ def start(config: Config, output: Path, runtime: Runtime, console: Console) -> S
     if method.uses_labels or method.gathers:
         what = "is told every example's kind" if method.uses_labels else "has everybody's data"
         raise UserError(f"method={config.method} {what}: it runs in simulations only.")
-    require_new(output)
+    require_new(output, runtime.typed)
     _check_files(runtime)
     tester = load_test(config, console)
     # its data is not listed anywhere; its sites know the federation by this name
     manifest: Manifest = {"source": config.data.source, "seed": config.seed, "federation": uuid.uuid4().hex}
     run = RunFolder.create(output, config, manifest)
-    with run.session(config):
+    with run.session(config, runtime.typed):
         return _execute(run, config, runtime, console, tester)
 
 
@@ -74,7 +74,7 @@ def resume(
     if config.data.source != "sites":
         raise UserError(f"{path} is no run over sites; continue it with `fedweave resume {path}`.")
     _check_files(runtime)
-    with run.session(config):
+    with run.session(config, runtime.typed):
         if (snapshot := run.newest(checkpoint)) is not None:
             snapshot.check_config(config)
         tester = load_test(config, console)  # all that can be wrong shows before anything is written
@@ -99,7 +99,7 @@ def _execute(
     except (httpx.HTTPError, RunNotRunningException) as error:
         raise UserError(
             f"the SuperLink at {runtime.address} is gone ({error or type(error).__name__}); start it again, then "
-            f"`fedweave federate --resume {run.path}` goes on from the last checkpoint."
+            f"`{resume_command(run.path, config, runtime.typed)}` goes on from the last checkpoint."
         ) from error
 
 

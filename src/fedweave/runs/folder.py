@@ -103,13 +103,13 @@ class RunFolder:
         return cls(path), config
 
     @contextmanager
-    def session(self, config: Config) -> Iterator[None]:
-        """Be the one process that works on the run; interrupted, it says how to go on."""
+    def session(self, config: Config, link: str = "…") -> Iterator[None]:
+        """Be the one process that works on the run; interrupted, it says how to go on, over the same link."""
         with locked(self.path):
             try:
                 yield
             except KeyboardInterrupt:
-                command = resume_command(self.path, config)
+                command = resume_command(self.path, config, link)
                 raise KeyboardInterrupt(f"`{command}` goes on from the last checkpoint") from None
             finally:
                 self.writing.finish()
@@ -276,13 +276,13 @@ def elsewhere(model: str | None) -> list[str]:
     return [] if model is None else [f"backbone.model={json.dumps(model)}"]
 
 
-def require_new(path: Path) -> None:
+def require_new(path: Path, link: str = "…") -> None:
     """A place for a new run: nothing, or an empty folder."""
     if path.is_dir() and not any(path.iterdir()):
         return
     if (path / "config.yaml").is_file():
         require_unlocked(path)
-        command = resume_command(path, load_config(path / "config.yaml"))
+        command = resume_command(path, load_config(path / "config.yaml"), link)
         raise UserError(f"the run folder {path} exists; continue it with `{command}` or choose another output.")
     if path.exists():
         raise UserError(f"{path} exists and is no run folder; choose another output.")

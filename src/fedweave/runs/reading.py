@@ -237,9 +237,13 @@ class RunRecord:
         return self.summary["timing"]["phases_s"] if self.summary else {}
 
 
-def resume_command(folder: Path, config: Config) -> str:
-    verb = "federate --resume" if config.data.source == "sites" else "resume"
-    return f"fedweave {verb} {shlex.quote(str(folder))}"
+def resume_command(folder: Path, config: Config, link: str = "…") -> str:
+    """What to type to go on. Over sites that takes the options of the ``link`` to them, of which a run's folder
+    knows nothing: they belong to the machine."""
+    name = shlex.quote(str(folder))
+    return (
+        f"fedweave federate --resume {name} {link}" if config.data.source == "sites" else f"fedweave resume {name}"
+    )
 
 
 def read_run(folder: Path) -> RunRecord:

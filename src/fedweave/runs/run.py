@@ -27,6 +27,7 @@ from fedweave.runs.course import BACK, END, ON, agreed, follow, judge, renew, ro
 from fedweave.runs.folder import Progress, RunFolder, require_new
 from fedweave.runs.live import LiveProgress, followed
 from fedweave.runs.loggers import open_loggers, require_loggers
+from fedweave.runs.reading import resume_command
 from fedweave.runs.records import change_record, label_record, prompt_map, round_record, validation_record
 from fedweave.runs.summary import peak_memory, served_models, summarise
 from fedweave.runs.testing import Exam
@@ -62,7 +63,7 @@ def resume(
         return None
     run, config = RunFolder.open(path, overrides)
     if config.data.source == "sites":
-        raise UserError(f"{path} is a run over sites; continue it with `fedweave federate --resume {path}`.")
+        raise UserError(f"{path} is a run over sites; continue it with `{resume_command(path, config)}`.")
     require_loggers(config.loggers)
     with run.session(config):
         snapshot = run.newest(checkpoint)

@@ -71,7 +71,8 @@ def _load(
 
 def row_fields(folder: Path) -> Fields:
     """How a run's rows call their columns; a bundle knows only the usual names."""
-    return {} if not (folder / "config.yaml").is_file() else read_fields(RunFolder.open(folder)[1].data.fields)
+    is_run = (folder / "config.yaml").is_file()
+    return read_fields(RunFolder.open(folder)[1].data.fields if is_run else ())
 
 
 def _run_models(
@@ -165,6 +166,8 @@ def _the_model(
     folder: Path, last: bool, checkpoint: int | None, model: str | None, base: str | None
 ) -> tuple[FedWeaveModel, Origin]:
     """The one model of a run; a method that serves every client its own has none to hand on."""
+    if is_bundle(folder):
+        raise UserError(f"{folder} is a bundle already; --merge, --soft and --format write it in other forms.")
     _, config = RunFolder.open(folder, elsewhere(model))
     models, snapshot = _run_models(folder, config, last, checkpoint)
     if len(models) != 1:

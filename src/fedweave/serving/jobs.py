@@ -23,6 +23,7 @@ class Limits:
     max_new_tokens: int  # longest answer
     max_body: int  # bytes of a request
     max_prompt: int | None = None  # tokens of a prompt; None: as many as the model takes, up to MAX_PROMPT
+    yields: bool = False  # whether answers are shorter where the model has room for shorter ones alone
 
     def prompt(self, backbone: Backbone) -> int:
         """Tokens that a prompt may have."""

@@ -4,12 +4,13 @@ import asyncio
 import socket
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import uvicorn
 from fastapi import FastAPI
 from uvicorn.protocols.http.auto import AutoHTTPProtocol
 
+from fedweave.backbone.load import Backbone
 from fedweave.console import Console
 from fedweave.description.record import Experts
 from fedweave.errors import UserError
@@ -37,7 +38,7 @@ def serve(load: Callable[[], FedWeaveModel], settings: ServerSettings, limits: L
     if settings.key is None and settings.host not in ("127.0.0.1", "localhost", "::1"):
         console.warn(f"anyone who reaches {settings.host} may use this server; --api-key would ask for a key.")
     model = load()
-    check_length(model, limits)
+    limits = fitting(limits, model.backbone)
     with suppress(KeyboardInterrupt):  # Ctrl-C: uvicorn has let the answers under way come to their end
         asyncio.run(_serve(model, settings, limits, listener, console))
 
@@ -98,14 +99,17 @@ async def _serve(
     await uvicorn.Server(uvicorn_config(app, grace=10)).serve(sockets=[listener])
 
 
-def check_length(model: FedWeaveModel, limits: Limits) -> None:
+def fitting(limits: Limits, backbone: Backbone) -> Limits:
     """Prompt and answer together must fit what the backbone was made for."""
-    longest, prompt = model.backbone.longest, limits.prompt(model.backbone)
-    if longest and prompt + limits.max_new_tokens > longest:
-        raise UserError(
-            f"--max-new-tokens {limits.max_new_tokens} does not fit: prompts may have {prompt} tokens and "
-            f"{model.backbone.name} takes {longest} in all; use at most {longest - prompt}."
-        )
+    longest, prompt = backbone.longest, limits.prompt(backbone)
+    if not longest or prompt + limits.max_new_tokens <= longest:
+        return limits
+    if limits.yields and longest > prompt:
+        return replace(limits, max_new_tokens=longest - prompt)
+    raise UserError(
+        f"--max-new-tokens {limits.max_new_tokens} does not fit: prompts may have {prompt} tokens and "
+        f"{backbone.name} takes {longest} in all; use at most {longest - prompt}."
+    )
 
 
 def _listen(host: str, port: int) -> socket.socket:

@@ -35,6 +35,10 @@ class ClientData:
     def __len__(self) -> int:
         return len(self.examples)
 
+    def distinct(self, rows: Sequence[int] | np.ndarray) -> int:
+        """How many different rows these are."""
+        return len({self.examples[i].key for i in rows})
+
     def part(self, rows: Sequence[int] | np.ndarray) -> ClientData:
         """Some of it, in this order."""
         return replace(self, examples=[self.examples[i] for i in rows], features=self.features[rows])

@@ -137,6 +137,15 @@ def test_a_site_that_leaves_for_good_is_not_waited_for(config, models):
     assert "site client_1 is away" in federation.said and torch.isfinite(final.theta).all()
 
 
+def test_a_site_that_dies_in_the_warm_start_is_missed_once_until_it_is_back(config, models):
+    """Four averages ask four times; in the third it is there."""
+    config = with_sections(config, router={"warm_start": {"rounds": 4}})
+    federation = without(config, models, lambda step, t: "dies" if step == "warm" and t != 2 else "answers")
+    _, _, reports = federation.run()
+    assert federation.said.count("client_1 gave no answer: its node went away.") == 2
+    assert all(len(report.receipts.accepted) == 3 for report in reports)
+
+
 def test_a_site_that_comes_back_with_another_node_is_the_same_site(config, models):
     federation = Federation(changed(config, rounds=3), models)
 

@@ -4,6 +4,7 @@ import dataclasses
 import json
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 
@@ -160,6 +161,26 @@ def test_small_buckets_join_the_nearest(site, config):
         site(*ROWS, floors=Floors(bucket=n)).answer(question(config, "discover")).facts["sizes"] for n in (1, 6)
     ]
     assert len(sizes[0]) > len(sizes[1]) >= 1 and min(sizes[1]) >= 6 and sum(sizes[0]) == sum(sizes[1])
+
+
+def test_copies_of_a_row_count_once(site, config):
+    """What rests on five copies of one row tells that row."""
+    config = changed(config, discovery={"max_buckets": 8})
+    alone = '{"prompt": "Smith has a rash on both of her hands and a fever since Monday.", "response": "x"}'
+    told = site(*ROWS, *[alone] * 5, floors=Floors(batch=1)).answer(question(config, "discover")).facts["sizes"]
+    assert 5 in told or 4 in told, "without a floor they are a bucket (one copy may be held out)"
+    wary = site(*ROWS, *[alone] * 5, floors=Floors(bucket=3))
+    assert sum(wary.answer(question(config, "discover")).facts["sizes"]) == sum(told)
+    client = wary.session.client
+    assert all(client.data.distinct(bucket) >= 3 for bucket in client.buckets)
+    keys = [example.key for example in client.data.examples]
+    copies = np.array([i for i, key in enumerate(keys) if keys.count(key) > 1])
+    assert len(copies) >= 3 and not client.enough(copies)
+    client.buckets = [copies]
+    client.let_go()
+    assert not len(client.buckets[0]) and len(client.waiting) == len(copies), "they wait for rows of their kind"
+    only = site(*[alone] * 9, floors=Floors(bucket=3)).answer(question(config, "discover"))
+    assert "smaller than this site's floors.bucket" in only.facts["error"]
 
 
 def test_an_expert_of_fewer_examples_than_the_floor_is_not_sent(site, config):

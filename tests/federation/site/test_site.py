@@ -105,7 +105,9 @@ def test_check_rehearses_a_kind_that_nobody_knows(site, capsys, notice, buckets)
         ({"name": ""}, "name must be letters, digits"),
         ({"data": "nothing.jsonl"}, "there is no file"),
         ({"dta": "x"}, "unknown key of a site's file 'dta': did you mean 'data'?"),
-        ({"fields": {"prompt": "question"}}, "no 'question', which data.fields names for prompt"),
+        ({"fields": {"prompt": "question"}}, "no 'question', which `fields` in the site's file names for prompt"),
+        ({"data": "other.jsonl"}, "or `fields` in the site's file names its columns"),
+        ({"fields": {"ask": "question"}}, "`fields` in the site's file: 'ask' is nothing that a row has"),
         ({"superlink": {"root_certificates": "ca.crt", "private_key": "site.key"}}, "root_certificates="),
         ({"superlink": {"root_certificates": "data.jsonl", "private_key": "data.jsonl"}}, "holds no certificate"),
         ({"superlink": {"insecure": True, "address": "server.example.org"}}, "must be a host and a port"),
@@ -114,7 +116,8 @@ def test_check_rehearses_a_kind_that_nobody_knows(site, capsys, notice, buckets)
         ({"backbone": {"device": "cuda:77"}}, "backbone.device"),
     ],
 )
-def test_a_broken_site_is_one_sentence(site, capsys, changes, sentence):
+def test_a_broken_site_is_one_sentence(site, tmp_path, capsys, changes, sentence):
+    (tmp_path / "other.jsonl").write_text('{"question": "Why?"}\n')
     assert main(["site", "check", str(site(**changes)), "quickstart", *SMALL, "--quiet"]) == 2
     said = capsys.readouterr().err
     assert sentence in said and len(said.strip().splitlines()) == 1

@@ -49,7 +49,7 @@ def check_model(floors: Floors, fingerprint: str) -> None:
 
 
 def check_buckets(floors: Floors, sizes: Sequence[int]) -> None:
-    """Refuse to send what a bucket of too few examples has given."""
+    """Refuse to send what a bucket of too few examples has given; copies of a row are one."""
     sizes = [size for size in sizes if size]
     if sizes and min(sizes) < floors.least:
         raise Declined(f"a bucket is smaller than this site's floors.bucket or floors.batch, {floors.least}")

@@ -58,7 +58,9 @@ class Floors:
     would hold that example's feature. A question below a floor is refused and logged here."""
 
     bucket: int = setting(
-        1, "Fewest examples that an expert's update or signature rests on: smaller buckets join the nearest.", low=1
+        1,
+        "Fewest different rows that an expert's update or signature rests on: smaller buckets join the nearest.",
+        low=1,
     )
     batch: int = setting(
         2, "Smallest batch in warmups, the router's too, and in rounds; no bucket is smaller.", low=1

@@ -155,7 +155,7 @@ class Site:
             self.sums.tell([client.data.examples[i].prompt.ids.tobytes() for i in client.rows], sums)
         asked = [Asked(session.client, question, engine.layers, engine.width)]
         ((_, message),) = engine.answers(step, asked, question)
-        check_buckets(floors, session.client.sizes)
+        check_buckets(floors, [client.data.distinct(bucket) for bucket in client.buckets])
         self._remember(session)
         return message.spoken()
 

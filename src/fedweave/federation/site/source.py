@@ -52,7 +52,7 @@ class OwnFiles:
         return rows
 
     def _rows_of(self, name: str, key: str) -> list[Example]:
-        rows = read_examples(_existing(name, key), read_fields(self.site.fields))
+        rows = read_examples(_existing(name, key), read_fields(self.site.fields, "`fields` in the site's file"))
         if not rows:
             raise UserError(f"{key}: {name} is empty; add examples.")
         return rows

@@ -27,6 +27,7 @@ from fedweave.federation.engines.flower.transport import (
     RemoteSite,
     Transport,
     badges,
+    is_gone,
     is_lost,
     opened,
 )
@@ -62,6 +63,7 @@ class FlowerEngine(Engine):
         self._greeted: dict[int, str] = {}  # node -> the site's name, or "" for one that was turned away
         self._again: dict[int, float] = {}  # node -> when to greet it again after an error
         self._hellos: dict[str, tuple[int, float]] = {}  # message -> node that has not answered, until when
+        self._gone: set[str] = set()  # sites whose node was gone when they were last asked: said once is enough
         self._waiting: dict[str, RemoteSite] = {}  # sites that are here and take no part yet
         self._models: dict[str, Anatomy] = {}  # what each of them says of its model
 
@@ -252,7 +254,10 @@ class FlowerEngine(Engine):
         self.transport.most = SMALL + self._largest(question)
         here: list[RemoteSite] = [one.member for one in asked if one.member.node is not None]  # type: ignore
         for site, reply in self.transport.ask(step.name, here, question):
-            yield site, partial(opened, reply, self.transport.most)
+            gone = is_gone(reply)
+            if not (gone and site.name in self._gone):
+                yield site, partial(opened, reply, self.transport.most)
+            self._gone = self._gone | {site.name} if gone else self._gone - {site.name}
 
     def _largest(self, question: Message) -> int:
         """Bytes of the largest answer to it, with room to spare: as much as the question holds, masked in twice as

@@ -8,6 +8,7 @@ This is the only module that touches what Flower does not call its public interf
 """
 
 import json
+import shlex
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -69,6 +70,13 @@ class Runtime:
     address: str
     root_certificates: Path | None = None  # None: no TLS
     secret: Path | None = None  # shared with the SuperLink or SuperNode, so that nobody else takes its tasks
+
+    @property
+    def typed(self) -> str:
+        """The options of `fedweave federate` that name it."""
+        words = ["--superlink", self.address]
+        words += ["--root-certificates", str(self.root_certificates)] if self.root_certificates else ["--insecure"]
+        return shlex.join([*words, *(["--secret", str(self.secret)] if self.secret else [])])
 
     @property
     def trust(self) -> dict[str, Any]:

@@ -22,7 +22,8 @@ from fedweave.federation.message import Facts, Message, NoAnswer, Refused
 POLL = 0.25  # seconds between two looks for answers
 _EXPIRY = 10.0  # seconds after its deadline at which Flower forgets a question
 _EXPIRED = {3, 4}  # Flower's codes for a message that it no longer has
-_REASONS = {**dict.fromkeys(_EXPIRED, "its time was up"), 5: "its node went away"}
+_GONE = 5  # and for one whose node is offline
+_REASONS = {**dict.fromkeys(_EXPIRED, "its time was up"), _GONE: "its node went away"}
 SMALL = 2**24  # bytes of an answer that holds no experts
 _TOGETHER = 16  # answers fetched at a time: what the server holds does not grow with the sites
 
@@ -128,6 +129,10 @@ def opened(reply: FlowerMessage, most: int) -> Message:
     if reply.has_error():
         raise NoAnswer(_REASONS.get(reply.error.code) or reply.error.reason or f"Flower error {reply.error.code}")
     return from_records(reply.content, most)
+
+
+def is_gone(reply: FlowerMessage) -> bool:
+    return reply.has_error() and reply.error.code == _GONE
 
 
 def is_lost(reply: FlowerMessage) -> bool:
