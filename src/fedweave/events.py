@@ -65,9 +65,7 @@ class PlacedBucket(TypedDict):
     usual: float
     doubt: float
     strange: float
-    waits: NotRequired[
-        str
-    ]  # with which settings an expert would open for it, where it is kept apart and rows enough
+    waits: NotRequired[str]  # the settings with which an expert would open for it; none: too few rows so far
 
 
 class ChangeEvent(TypedDict):

@@ -233,10 +233,8 @@ def placed_lines(change: Change) -> Iterator[str]:
         where = f"expert {m}" if m >= 0 else f"kept apart; {mend}"
         where += ", which opens" if m in change.opened else ""
         if far:
-            where += (
-                ", although far: there is no room for a new one (alignment.max_experts, whose last place is for "
-            )
-            where += "what two clients bring)"
+            where += ", although far: a new one has too few rows (living.least) or no room (alignment.max_experts, "
+            where += "whose last place is for what two clients bring)"
         others = f", its others {own[0].usual:.2f}" if own[0].usual else ""  # it may have none
         yield (
             f"before round {change.t + 1}: {whose} lie {' to '.join(away[:: max(1, len(away) - 1)])} from expert "
