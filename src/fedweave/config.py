@@ -162,11 +162,11 @@ class FederationConfig:
         low=0.0,
         high=0.49,
     )
-    contested: Literal["keep", "close", "vote"] = setting(
-        "close",
-        "rule=agreement: of two experts whose prompts the router cannot tell apart, close the one that fewer "
-        "clients have, or by a vote on losses the one that answers their prompts worse; its buckets then take no "
-        "part. Or keep both (docs/trust.md).",
+    contested: Literal["keep", "vote"] = setting(
+        "vote",
+        "rule=agreement: of two experts whose prompts the router cannot tell apart, clients in good standing close "
+        "before round 2 the one that answers these worse, by a vote; its buckets then take no part. Or keep both "
+        "(docs/trust.md).",
     )
     max_share: float | Literal["auto"] = setting(
         "auto",

@@ -295,4 +295,4 @@ class AttackConfig:
         "experts; inflate: the opposite, with a thousand times as many examples; labels: trained on other rows' "
         "answers; bucket: trained on one wrong answer to prompts of one kind, the first in the alphabet.",
     )
-    clients: float = setting(0.05, "Hostile clients, as a share of all; one at least.", low=0.0, high=1.0)
+    clients: float = setting(0.05, "Hostile clients, as a share of all; above 0 one at least.", low=0.0, high=1.0)

@@ -8,17 +8,18 @@ import torch
 
 from fedweave.aggregation.robust import (
     RULES,
-    Standing,
     capped,
     chosen_rule,
     chosen_share,
     client_average,
     expert_average,
 )
+from fedweave.aggregation.standing import Standing, Voices, by_output, refused_too
 from fedweave.experts.layout import AdapterLayout
 from fedweave.federation.rounds import federate
 from fedweave.federation.state import broadcast
 from fedweave.methods import build_method
+from fedweave.router.mlp import RouterLayout
 from tests.federations import changed, make_engine, run
 
 HONEST, HOSTILE = 14, 6  # 30 %
@@ -111,6 +112,64 @@ def test_few_who_say_the_same_are_not_many(heard, config):
     standing = Standing(MEMBERS, config)
     heard(torch.cat([-torch.ones(HOSTILE, 200), torch.ones(200) + 2 * updates() - 2]), standing)
     assert bad(standing) == list(range(HOSTILE))
+
+
+def test_three_tenths_that_pull_the_other_way_are_told_where_all_together_go_nowhere(heard, config):
+    """Of 17 that speak six are hostile, and honest ones have little in common: the mean over all is about zero."""
+    generator, standing = torch.Generator().manual_seed(3), Standing(MEMBERS, config)
+    honest = 0.42 * torch.ones(200) + torch.randn(17, 200, generator=generator)
+    honest[:HOSTILE] *= -1
+    unit = honest / honest.norm(dim=1, keepdim=True)
+    assert abs(float((unit.sum(0).square().sum() - 17) / (17 * 16))) < 0.02, "all together go nowhere"
+    heard(honest, standing)
+    assert bad(standing) == list(range(HOSTILE)), "of all 20, of whom some say nothing, six may be hostile"
+
+
+def test_the_last_average_of_a_warm_start_does_not_outweigh_the_first(config):
+    """Near the end a specialist pulls against the rest, for what only it has to tell apart."""
+    standing, rows = Standing(MEMBERS, config), torch.ones(HONEST, 200) + 0.1 * updates(1)
+    late = rows.clone()
+    late[0] = -rows[0]
+    for turn in range(10):
+        standing.hear([Voices(standing, [*range(HONEST)], [*(rows if turn < 6 else late)])], turn=turn)
+    assert not bad(standing)
+    standing.hear([Voices(standing, [*range(HONEST)], [*late])])
+    first = standing.evidence["client 0"]
+    assert first < standing.evidence["client 1"], "a round fades what was before as ever"
+    for _ in range(3):
+        standing.hear([Voices(standing, [*range(HONEST)], [*late])])
+    assert bad(standing) == [0]
+
+
+def test_a_router_is_heard_by_the_outputs_that_clients_have_in_common(config):
+    """Its first layer is most of it, and there clients go every which way."""
+    router, generator = RouterLayout(64, 32, 3), torch.Generator().manual_seed(0)
+    members = [SimpleNamespace(index=i, name=f"client {i}", assignment=[i % 3, (i + 1) % 3, -1]) for i in range(20)]
+    rows = torch.randn(20, router.size, generator=generator)
+    for member in members:
+        own = torch.cat([router.outputs(m, m + 1) for m in member.assignment[:2]])
+        rows[member.index, own] = 1.0 + 0.3 * rows[member.index, own]
+    rows[:HOSTILE] *= -1
+    whole, parts = Standing(members, config), Standing(members, config)
+
+    def apart(standing):
+        evidence = [standing.evidence[member.name] for member in members]
+        return min(evidence[HOSTILE:]) - max(evidence[:HOSTILE])
+
+    said = Voices(whole, [*range(20)], [*rows])
+    whole.hear([said])
+    parts.hear(by_output(said, router, members))
+    assert [i for i in range(20) if i not in parts] == list(range(HOSTILE))
+    assert apart(parts) > 5 * apart(whole)
+    sizes = [len(part.rows[0]) for part in by_output(said, router, members)]
+    assert sizes == [router.first_layer, 33, 33, 33] and sum(sizes) == router.size
+    assert [len(part.clients) for part in by_output(said, router, members)] == [20, 13, 14, 13]
+    assert by_output(None, router, members) == [] and by_output(Voices(None, [], []), router, members) == []
+
+
+def test_an_answer_that_the_door_refuses_speaks_against_its_sender():
+    assert refused_too({"a": 0.3, "b": -0.5, "c": 0.1}, ["c", "d"]) == {"a": 0.3, "b": -0.5, "c": -0.5, "d": -0.5}
+    assert refused_too({}, ["a"]) == {}, "where nobody is weighed"
 
 
 def test_no_more_are_left_out_than_may_be_hostile(heard, config):

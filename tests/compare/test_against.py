@@ -49,7 +49,7 @@ def test_every_rule_in_the_longer_study(tmp_path):
     assert set(arms(longer, 0.1)) == set(arms(longer, 0.05)) == {("clip", 0), ("agreement", 0)}
 
 
-def finished(kind: str, clients: float, rule: str, seed: int, contested: str = "close", **losses: float):
+def finished(kind: str, clients: float, rule: str, seed: int, contested: str = "vote", **losses: float):
     rule, _, quarantine = rule.partition("+")
     overrides = [f"attack.kind={kind}", f"attack.clients={clients}", f"federation.rule={rule}"]
     config = load_config("quickstart", [*overrides, f"federation.quarantine={quarantine or 0}"])
@@ -100,13 +100,13 @@ def test_whatever_else_a_grid_varies_has_tables_of_its_own():
     """In one table the cell that came last would be all that is shown of a row."""
     table = attack_table([
         finished("none", 0.0, "agreement", 1, contested="keep", sum=1.0),
-        finished("none", 0.0, "agreement", 1, contested="close", sum=2.0),
+        finished("none", 0.0, "agreement", 1, contested="vote", sum=2.0),
         finished("flip", 0.3, "agreement", 1, contested="keep", sum=1.5),
-        finished("flip", 0.3, "agreement", 1, contested="close", sum=2.2),
+        finished("flip", 0.3, "agreement", 1, contested="vote", sum=2.2),
     ])  # fmt: skip
     assert table.splitlines()[0] == "**federation.contested=keep**"
-    keep, close = table.split("**federation.contested=close**")
-    assert "| 30% | agreement | flip | +50.0% |" in keep and "| 30% | agreement | flip | +10.0% |" in close
+    keep, vote = table.split("**federation.contested=vote**")
+    assert "| 30% | agreement | flip | +50.0% |" in keep and "| 30% | agreement | flip | +10.0% |" in vote
 
 
 def test_a_bar_is_not_met_while_attacks_are_to_come():

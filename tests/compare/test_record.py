@@ -131,7 +131,7 @@ def test_a_default_that_changes_later_changes_no_cell(written):
 
 @pytest.mark.parametrize(("rule", "found"), [("mean", True), ("clip", True), ("agreement", False)])
 def test_contested_prompts_make_another_run_where_the_rule_reads_it(written, quick, rule, found):
-    """Records made before closing was the default say that theirs kept both."""
+    """Records made before there was a vote say that theirs kept both."""
     path, _, summary = written
     kept = one_cell(quick, f"federation.rule={rule}", "federation.contested=keep")
     record = Record(path)
@@ -141,7 +141,7 @@ def test_contested_prompts_make_another_run_where_the_rule_reads_it(written, qui
 
 
 def test_the_study_of_attacks_tells_cells_that_kept_contested_prompts(tmp_path):
-    record = Record(ROOT / "docs/results/attacks.json")
+    record = Record(ROOT / "docs/results/h200-attacks-before-standing.json")
     model = ["data.path=x", "backbone.model=SmolLM2-135M-Instruct", "federation.rule=agreement", "seed=42,50"]
 
     def known(*more):
@@ -151,7 +151,7 @@ def test_the_study_of_attacks_tells_cells_that_kept_contested_prompts(tmp_path):
         return {(one.config.seed, one.config.attack.kind) for one in found}
 
     fresh, first = {(50, "none"), (50, "labels")}, {(42, kind) for kind in ("none", "absent", "flip", "labels")}
-    assert known() >= fresh and not known() & first, "with closing, the default"
+    assert known() >= fresh and not known() & first, "with a vote, the default"
     assert known("federation.contested=keep") >= fresh | first
 
 

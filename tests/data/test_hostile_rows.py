@@ -19,6 +19,7 @@ def test_they_follow_from_the_seed_and_few_are_among_many():
     assert (len(few), len(many)) == (1, 6) and few < many
     assert hostile_clients(attacked("attack.kind=flip", "attack.clients=0.3")) == many
     assert hostile_clients(attacked("attack.clients=0.3")) == set(), "nobody attacks unless asked to"
+    assert hostile_clients(attacked("attack.kind=flip", "attack.clients=0.0")) == set()
 
 
 @pytest.mark.parametrize("kind", ["flip", "shout", "inflate"])

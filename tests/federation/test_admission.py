@@ -13,6 +13,7 @@ from fedweave.config import from_tree
 from fedweave.console import Console
 from fedweave.errors import UserError
 from fedweave.federation import admission
+from fedweave.federation.admission import Door, Receipts
 from fedweave.federation.client import Client
 from fedweave.federation.engines.base import Engine
 from fedweave.federation.engines.in_process import InProcessEngine
@@ -21,6 +22,7 @@ from fedweave.federation.message import Message, Refused
 from fedweave.federation.rounds import federate, one_round
 from fedweave.federation.state import broadcast
 from fedweave.federation.steps import Asked
+from fedweave.federation.train import EXPERTS
 from fedweave.methods import build_method
 from fedweave.settings import to_tree
 from tests.federations import make_engine, with_method
@@ -275,6 +277,14 @@ def test_recent_rounds_bound_the_next_whatever_the_order(config, finish):
     assert [len(r.receipts.refused) for r in reports] == [0, 1] and "10 times the recent median" in warnings[0]
     _, reports, _ = finish(changed(config, norm_factor=0.0), lambda p: [longer(p) if p.facts["t"] else p])
     assert [len(r.receipts.refused) for r in reports] == [0, 0]
+
+
+@pytest.mark.parametrize(("medians", "most"), [([0.0], 1e9), ([0.0, 2.0, 0.0], 20.0)])
+def test_a_round_in_which_most_moved_nothing_bounds_nobody(config, medians, most):
+    """As where a router sends all prompts to one expert: whoever has it would be refused ever after."""
+    step = SimpleNamespace(reach=lambda *_: (1e9, "what steps reach"))
+    door = Door(config, step, [], {}, torch.device("cpu"), Receipts(recent={EXPERTS: medians}))
+    assert door._limit(None, EXPERTS, 1)[0] == most
 
 
 def test_too_few_answers_repeat_the_round_then_stop_it(config, finish):

@@ -1,5 +1,7 @@
 """What hostile clients of a simulation send, and what becomes of it."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -83,6 +85,24 @@ def test_who_claims_experts_that_it_was_not_given_is_refused(labels, config, bac
     (hostile,) = hostile_clients(config)
     ((name, why),) = report.receipts.refused
     assert name == engine.members[hostile].name and "claims" in why
+
+
+def test_who_is_refused_in_round_1_has_taught_the_router_for_nothing(config, backbone):
+    """What it sent in the warm start was let in: the router starts over without it."""
+    config = changed(
+        config, attack={"kind": "claim", "clients": 0.2}, data={"clients": 5}, training={"rounds": 2},
+        federation={"rule": "agreement", "contested": "keep"}, alignment={"max_experts": 2},
+    )  # fmt: skip
+    engine, method = make_engine(config, backbone), build_method(config)
+    liar = engine.members[next(iter(hostile_clients(config)))].name
+    state = replace(method.prepare(engine), standing={})
+    state.report["left_out"] = []  # had it been honest in the warm start
+    state = replace(state, standing={member.name: 0.1 for member in engine.members})
+    moved, report = one_round(method, engine, state, engine.members, 0)
+    assert [name for name, _ in report.receipts.refused] == [liar] and report.left_out == [liar]
+    again, change = method.live(engine, moved, 1)
+    engine.detach()
+    assert change.restarted and liar not in change.up and not torch.equal(again.phi, moved.phi)
 
 
 def test_quarantine_may_begin_and_end_when_a_run_is_resumed(tmp_path, small, says):

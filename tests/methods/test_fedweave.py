@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from fedweave.aggregation.robust import Standing, left_out
+from fedweave.aggregation.standing import Standing, left_out
 from fedweave.backbone.prompts import Encoded
 from fedweave.config import from_tree
 from fedweave.federation import compute as computes

@@ -10,11 +10,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from statistics import median_low
-from typing import Protocol
 
 import torch
 
 from fedweave.aggregation.rules import ClientAverage, ExpertAverage
+from fedweave.aggregation.standing import Standing, Voices, may_be_hostile
 from fedweave.config import Config
 from fedweave.experts.layout import AdapterLayout
 
@@ -43,13 +43,13 @@ def median(rows: torch.Tensor, shares: torch.Tensor, hostile: float) -> torch.Te
 
 def trimmed(rows: torch.Tensor, shares: torch.Tensor, hostile: float) -> torch.Tensor:
     """Number by number the mean without the largest and the smallest, as many of each as may be hostile."""
-    cut = min(_bad(len(rows), hostile), (len(rows) - 1) // 2)
+    cut = min(may_be_hostile(len(rows), hostile), (len(rows) - 1) // 2)
     return rows.sort(dim=0).values[cut : len(rows) - cut].mean(0)
 
 
 def krum(rows: torch.Tensor, shares: torch.Tensor, hostile: float) -> torch.Tensor:
     """Multi-Krum: the mean of those that lie nearest to their neighbours, without as many as may be hostile."""
-    n, bad = len(rows), _bad(len(rows), hostile)
+    n, bad = len(rows), may_be_hostile(len(rows), hostile)
     if n < 3:
         return shares @ rows
     near = torch.cdist(rows, rows).square().sort(dim=1).values[:, 1 : max(2, n - bad - 1)]  # [n, neighbours]
@@ -63,73 +63,7 @@ RULES: dict[str, Rule] = {
 }  # fmt: skip
 
 
-def left_out(evidence: Mapping[str, float], hostile: float) -> list[str]:
-    """Clients whose evidence is against them, the worst first and no more than may be hostile."""
-    doubtful = sorted((total, name) for name, total in evidence.items() if total < 0)
-    return [name for _, name in doubtful[: _bad(len(evidence), hostile)]]
-
-
-class Named(Protocol):
-    """A client as the server knows it."""
-
-    index: int
-    name: str
-
-
-class Standing:
-    """Who has pulled with the others so far, and who against them.
-
-    One round tells little of a client: specialists differ from each other, and near an optimum everybody pulls
-    against the rest. What honest clients have in common shows early, when they have far to go. So evidence adds up,
-    over experts, router and rounds: the mean cosine of a client's update with each of the others', times the mean
-    over all clients, which is small where they do not go one way. Those whose sum is below zero count nothing, the
-    lowest first and no more than may be hostile, and they are no witnesses against others. All witnesses count
-    alike, whatever they claim, however long their updates are and however much they resemble each other."""
-
-    def __init__(self, members: Iterable[Named], config: Config, evidence: Mapping[str, float] | None = None):
-        self._names = {member.index: member.name for member in members}
-        self._hostile = config.federation.hostile
-        self.evidence = dict(evidence or {})  # client -> its sum so far
-
-    def hear(self, averages: Iterable[ClientAverage | RobustClients | None]) -> None:
-        """One round's updates of every expert, or of the router; what is averaged by another rule tells nothing."""
-        parts = [one for one in averages if isinstance(one, RobustClients) and one.standing and len(one.rows) > 1]
-        clients = sorted({client for part in parts for client in part.clients})
-        place = {client: i for i, client in enumerate(clients)}
-        agreed, common = torch.zeros(2, len(clients), len(clients), dtype=torch.float64)
-        for part in parts:
-            rows = torch.stack(part.rows)
-            unit = rows / rows.norm(dim=1, keepdim=True).clamp(min=1e-20)
-            at = torch.tensor([place[client] for client in part.clients])
-            agreed[at[:, None], at] += (unit @ unit.T).clamp(-_CLEAR, _CLEAR).double().cpu()
-            common[at[:, None], at] += 1
-        agreed.fill_diagonal_(0), common.fill_diagonal_(0)
-        before = {self._names[client]: _MEMORY * self._sum(client) for client in clients}
-        for _ in range(_PASSES):  # who counts nothing is no witness
-            trusted = torch.tensor([client in self for client in clients], dtype=torch.float64)
-            told = agreed @ trusted / (common @ trusted).clamp(min=1.0)
-            one_way = max(0.0, float(told @ trusted / trusted.sum().clamp(min=1.0)))
-            after = {
-                name: was + one_way * now for (name, was), now in zip(before.items(), told.tolist(), strict=True)
-            }
-            if after == {name: self.evidence.get(name) for name in before}:
-                break
-            self.evidence |= after
-
-    def __contains__(self, client: int) -> bool:
-        return self._names[client] not in left_out(self.evidence, self._hostile)
-
-    def _sum(self, client: int) -> float:
-        return self.evidence.get(self._names[client], 0.0)
-
-    def __bool__(self) -> bool:  # also while it holds nothing
-        return True
-
-
 FOR_STRANGERS = "agreement"  # the default over sites
-_CLEAR = 0.2  # a cosine beyond which no witness counts for more: few who say the same are not many
-_PASSES = 8  # until nobody changes sides
-_MEMORY = 0.7  # of what was known before: nobody lives on a good name for good
 
 
 def capped(weights: Sequence[float], most: float) -> torch.Tensor:
@@ -157,20 +91,13 @@ def believed(claims: Mapping[int, int], config: Config) -> dict[int, float]:
     return {index: share * whole / size for (index, size), share in zip(claims.items(), shares, strict=True)}
 
 
-def _bad(n: int, hostile: float) -> int:
-    """Of n clients, those that may be hostile."""
-    return int(hostile * n + 1e-9)
-
-
-class RobustClients:
+class RobustClients(Voices):
     """As :class:`ClientAverage`, by another rule than the mean; where nobody speaks nothing moves."""
 
     def __init__(self, size: int, device: torch.device, config: Config, standing: Standing | None = None):
         self.size, self.device, settings = size, device, config.federation
         self.rule, self.hostile, self.most = RULES[chosen_rule(config)], settings.hostile, chosen_share(config)
-        self.standing = standing if chosen_rule(config) == "agreement" else None
-        self.clients: list[int] = []
-        self.rows: list[torch.Tensor] = []
+        super().__init__(standing if chosen_rule(config) == "agreement" else None, [], [])
         self.weights: list[float] = []
 
     def add(self, delta: torch.Tensor, weight: float, client: int = 0) -> None:

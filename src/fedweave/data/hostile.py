@@ -18,7 +18,7 @@ WRONG = "I would rather not say."
 
 def hostile_clients(config: Config) -> set[int]:
     """The places of the hostile clients, drawn by the seed; a larger share has those of a smaller one, too."""
-    if config.attack.kind == "none":
+    if config.attack.kind == "none" or not config.attack.clients:
         return set()
     clients = config.data.clients
     order = np.random.default_rng(stream_key("hostile", config.seed)).permutation(clients)

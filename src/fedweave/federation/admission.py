@@ -161,7 +161,8 @@ class Door(Generic[R]):
             limits = [reach or self.step.reach(asked, limit, size)]
         else:
             limits = [(float(federation.norm_limit), "federation.norm_limit")]
-        recent = self.receipts.recent.get(limit, [])
+        # a round in which most moved nothing, such as one whose router sent all prompts to one expert, says nothing
+        recent = [norm for norm in self.receipts.recent.get(limit, []) if norm > 0]
         if federation.norm_factor and recent:
             limits.append((
                 federation.norm_factor * median(recent),

@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
-from fedweave.aggregation.robust import Standing, client_average, expert_average
+from fedweave.aggregation.robust import client_average, expert_average
+from fedweave.aggregation.standing import Standing
 from fedweave.config import Config
 from fedweave.discovery.clusterers import Buckets
 from fedweave.errors import UserError

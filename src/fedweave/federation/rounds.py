@@ -12,7 +12,7 @@ from typing import NamedTuple, TypeVar
 
 import numpy as np
 
-from fedweave.aggregation.robust import left_out
+from fedweave.aggregation.standing import left_out, refused_too
 from fedweave.config import Config
 from fedweave.errors import UserError
 from fedweave.federation.admission import Receipts, refusal
@@ -100,7 +100,11 @@ def one_round(
         moved = method.aggregate(engine, state, report.listen(replies))  # line 14
         if len(report.receipts.accepted) >= settings.min_answers:
             doubts, bucket_doubts = report.doubts(state.doubts), report.bucket_doubts(state.bucket_doubts)
-            moved = replace(moved, norms=report.receipts.remembered(), doubts=doubts, bucket_doubts=bucket_doubts)
+            standing = refused_too(moved.standing, (name for name, _ in report.receipts.refused))
+            moved = replace(
+                moved, norms=report.receipts.remembered(), doubts=doubts, bucket_doubts=bucket_doubts,
+                standing=standing,
+            )  # fmt: skip
             after = Quarantine.of(method.config, moved)
             engine.quarantined, report.quarantined = after.clients, after.since(before)
             for who in report.quarantined:

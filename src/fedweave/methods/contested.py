@@ -6,11 +6,10 @@ chance: hostile ones would answer for everybody. Where the rule leaves hostile c
 question tells where the router sends every bucket. If it sends most clients' buckets of an expert to another, only
 one of the two will be asked.
 
-``federation.contested=close`` asks after the warm start, and the expert that fewer clients have closes.
-``federation.contested=vote`` asks before round 2, when round 1 has shown who is hostile, and those alone who are in
-good standing. It looks a second time, with a router that was averaged more often; where that one tells the two
-apart nothing closes. Otherwise every client votes with its losses for the expert that answers its own prompts
-better, and the one that fewer want closes. Either way each client has one vote, whatever it says it has.
+So before round 2, when round 1 has shown who is hostile, those in good standing are asked, and a second time with a
+router that was averaged more often; where that one tells the two apart nothing closes. Otherwise every client votes
+with its losses for the expert that answers its own prompts better, and the one that fewer want closes. Each client
+has one vote, whatever it says it has.
 """
 
 from collections import Counter, defaultdict
@@ -21,7 +20,8 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
-from fedweave.aggregation.robust import Standing, chosen_rule
+from fedweave.aggregation.robust import chosen_rule
+from fedweave.aggregation.standing import Standing
 from fedweave.config import Config
 from fedweave.federation.admission import Receipts
 from fedweave.federation.client import Client
@@ -47,7 +47,7 @@ class Contest:
     """The questions, and who of two experts closes."""
 
     def __init__(self, config: Config):
-        self.config, self.votes = config, config.federation.contested == "vote"
+        self.config = config
         self.where, self.again, self.compare = Relabel(config), ShorterTurns(config), CompareExperts(config)
 
     @classmethod
@@ -61,18 +61,7 @@ class Contest:
         return cls(config) if asked and plain and config.router.warm_start.enabled else None
 
     def steps(self) -> list[Step]:
-        return [self.where, self.again, self.compare] if self.votes else [self.where]
-
-    # ---------------------------------------------------------------------------------- close
-
-    def outnumbered(self, engine: Engine, router: RouterLayout, phi: torch.Tensor, receipts: Receipts) -> list[int]:
-        """After the warm start: of every pair the expert that fewer clients have; of two alike the one that is
-        asked stays."""
-        pairs = self.pairs(engine, engine.members, router, phi, receipts)
-        clients = Counter(m for member in engine.members for m in set(member.assignment))
-        return sorted({m if clients[m] <= clients[rival] else rival for m, rival in pairs})
-
-    # ---------------------------------------------------------------------------------- vote
+        return [self.where, self.again, self.compare]
 
     def settle(self, engine: Engine, state: ServerState, change: Change, start_over: StartOver) -> ServerState:
         """Before round 2: the state without the experts that have lost a vote."""
@@ -90,7 +79,7 @@ class Contest:
         if not closed:
             return state
         for m in closed:
-            tell(engine, m, "those who have its prompts are answered better by another expert")
+            tell(engine, m)
         change.closed = closed
         state = without_experts(engine, state, closed)
         return start_over(engine, state, None, change)  # without what they taught it
@@ -123,8 +112,6 @@ class Contest:
                 closed.add(m if count[m] < count[rival] else rival)
         return sorted(closed)
 
-    # ---------------------------------------------------------------------------------- both
-
     def pairs(
         self, engine: Engine, voters: Sequence[Any], router: RouterLayout, phi: torch.Tensor, receipts: Receipts
     ) -> list[Pair]:
@@ -152,21 +139,13 @@ def _question(router: RouterLayout, phi: torch.Tensor) -> Message:
     return Message({"phi": phi}, router_facts(router))
 
 
-def tell(engine: Engine, m: int, why: str) -> None:
+def tell(engine: Engine, m: int) -> None:
     """The operator is told whose buckets an expert closes with."""
     names = ", ".join(member.name for member in engine.members if m in member.assignment)
-    engine.console.warn(f"expert {m} of {names} closes: {why}. These buckets take no part.")
-
-
-def close(engine: Engine, closed: Sequence[int], experts: int) -> list[int]:
-    """The experts that stay. Buckets of the others have none."""
-    for m in closed:
-        tell(engine, m, "the router cannot tell its prompts from those of an expert that more clients have")
-    kept = [m for m in range(experts) if m not in closed]
-    place = {m: i for i, m in enumerate(kept)}
-    for member in engine.members:
-        member.assignment = [place.get(m, -1) for m in member.assignment]
-    return kept
+    engine.console.warn(
+        f"expert {m} of {names} closes: those who have its prompts are answered better by another expert. These "
+        "buckets take no part."
+    )
 
 
 class ShorterTurns(WarmRouter):

@@ -11,7 +11,8 @@ from dataclasses import replace
 
 import torch
 
-from fedweave.aggregation.robust import Standing, client_average
+from fedweave.aggregation.robust import client_average
+from fedweave.aggregation.standing import Standing
 from fedweave.config import Config
 from fedweave.federation.admission import Receipts
 from fedweave.federation.client import Client

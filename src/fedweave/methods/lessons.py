@@ -12,7 +12,8 @@ from dataclasses import replace
 import torch
 import torch.nn.functional as F
 
-from fedweave.aggregation.robust import Standing, client_average, usual_length
+from fedweave.aggregation.robust import client_average, usual_length
+from fedweave.aggregation.standing import Standing
 from fedweave.config import Config
 from fedweave.experts.layout import AdapterLayout
 from fedweave.federation.admission import Receipts

@@ -11,7 +11,7 @@ from dataclasses import replace
 import numpy as np
 import torch
 
-from fedweave.aggregation.robust import Standing
+from fedweave.aggregation.standing import Standing
 from fedweave.alignment.align import expert_distances
 from fedweave.alignment.novelty import MOSTLY, alike, novel, novelty_limit
 from fedweave.config import Config

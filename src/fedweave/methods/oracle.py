@@ -10,7 +10,7 @@ from dataclasses import replace
 
 import torch
 
-from fedweave.aggregation.robust import Standing
+from fedweave.aggregation.standing import Standing
 from fedweave.config import Config
 from fedweave.discovery.clusterers import Buckets
 from fedweave.federation.admission import Receipts

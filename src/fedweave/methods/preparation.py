@@ -11,15 +11,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from fedweave.aggregation.robust import (
-    Standing,
-    believed,
-    chosen_rule,
-    client_average,
-    left_out,
-    streams,
-    usual_length,
-)  # fmt: skip
+from fedweave.aggregation.robust import believed, chosen_rule, client_average, streams, usual_length
+from fedweave.aggregation.standing import Standing, left_out
 from fedweave.alignment.align import (
     Alignment,
     align,
@@ -42,7 +35,7 @@ from fedweave.federation.method import Method, Payload, Sizes
 from fedweave.federation.news import Change
 from fedweave.federation.state import ServerState
 from fedweave.federation.steps import Step
-from fedweave.methods.contested import Contest, close
+from fedweave.methods.contested import Contest
 from fedweave.methods.familiar import Familiarity
 from fedweave.methods.prototypes import Discover, Prototypes, Start, StartExperts, first_adapter
 from fedweave.methods.relabel import Relabel, relabel
@@ -108,19 +101,6 @@ class Aligned(Method):
         if self.warm is not None:
             phi = warm_up_router(engine, self.warm, router, phi, warmed, standing)
         down = 4 * router.size * config.router.warm_start.rounds
-        closed: list[int] = []
-        if self.contest is not None and not self.contest.votes:
-            closed = self.contest.outnumbered(engine, router, phi, warmed)
-            down += 4 * router.size
-        if closed:
-            layout, theta = narrowed(layout, theta, close(engine, closed, layout.experts))
-            router, standing = replace(router, experts=layout.experts), Standing(engine.members, config)
-            phi = router.initial(config.seed + 1).to(engine.device)
-            if self.warm is not None:  # without what they taught it
-                phi = warm_up_router(engine, self.warm, router, phi, warmed, standing)
-            down += 4 * router.size * config.router.warm_start.rounds
-            assigned = [m for member in engine.members for m in member.assignment]
-            report |= {"experts": layout.experts, "dropped_experts": closed, "prototype_labels": assigned}
         if self.relabel is not None:
             router, phi, told = relabel(engine, self.relabel, router, phi, warmed)
             own = [m for m in range(layout.experts) if m not in told["dropped_experts"]]
@@ -166,7 +146,7 @@ class Aligned(Method):
         state, change = super().live(engine, state, t)
         if t == 1:
             state = self.reconsider(engine, state, change)
-            if self.contest is not None and self.contest.votes:
+            if self.contest is not None:
                 state = self.contest.settle(engine, state, change, self.start_over)
         return state, change
 
@@ -201,7 +181,7 @@ class Aligned(Method):
         return replace(state, phi=phi, norms={})  # where prompts went astray experts hardly moved
 
     def rehearse(self, engine: Engine, state: ServerState) -> None:
-        if self.contest is not None and self.contest.votes:
+        if self.contest is not None:
             change, rival = Change(1), min(1, state.layout.experts - 1)
             state = self.start_over(engine, state, self.contest.again, change)
             self.contest.contested(engine, engine.members, state, change)

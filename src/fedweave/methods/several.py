@@ -9,7 +9,8 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
-from fedweave.aggregation.robust import Standing, client_average, expert_average
+from fedweave.aggregation.robust import client_average, expert_average
+from fedweave.aggregation.standing import Standing
 from fedweave.config import Config
 from fedweave.federation.admission import Receipts
 from fedweave.federation.client import Client, Member

@@ -10,7 +10,8 @@ from dataclasses import replace
 
 import torch
 
-from fedweave.aggregation.robust import Standing, client_average
+from fedweave.aggregation.robust import client_average
+from fedweave.aggregation.standing import Standing
 from fedweave.config import Config
 from fedweave.errors import UserError
 from fedweave.experts.layout import AdapterLayout

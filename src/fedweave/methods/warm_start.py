@@ -18,7 +18,8 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
-from fedweave.aggregation.robust import Standing, client_average
+from fedweave.aggregation.robust import client_average
+from fedweave.aggregation.standing import Standing, by_output
 from fedweave.config import Config
 from fedweave.config_method import WarmStartConfig
 from fedweave.federation.admission import Receipts
@@ -122,7 +123,7 @@ def warm_up_router(
         for member, (delta, samples) in engine.ask(step, pupils, question, heard):
             average.add(delta, samples, member.index)
         if not known:
-            standing.hear([average])
+            standing.hear(by_output(average, router, engine.members), turn=t)
         phi = phi + average.step()
         progress.advance()
     progress.close()

@@ -36,6 +36,11 @@ class RouterLayout:
         """Q: the number of router parameters, and of what it knows of familiar prompts."""
         return sum(math.prod(shape) for shape in self.shapes.values())
 
+    @property
+    def first_layer(self) -> int:
+        """The columns that all experts share are as many, and the first."""
+        return self.hidden * (self.width + 1)
+
     def views(self, phi: torch.Tensor) -> dict[str, torch.Tensor]:
         """Named tensors that share phi's memory; phi [..., Q]."""
         named, offset = {}, 0
@@ -71,10 +76,10 @@ class RouterLayout:
             parts[name] = torch.cat([parts[name], parts[name].new_zeros(more, *parts[name].shape[1:])])
         return wide, torch.cat([part.flatten() for part in parts.values()])
 
-    def outputs(self, first: int) -> torch.Tensor:
-        """[n] the columns of φ that belong to the outputs of experts ``first``, ``first`` + 1, …"""
+    def outputs(self, first: int, end: int | None = None) -> torch.Tensor:
+        """[n] the columns of φ that belong to the outputs of experts ``first``, ``first`` + 1, … before ``end``"""
         views = self.views(torch.arange(self.size))
-        return torch.cat([views["linear2.weight"][first:].flatten(), views["linear2.bias"][first:]])
+        return torch.cat([views["linear2.weight"][first:end].flatten(), views["linear2.bias"][first:end]])
 
     @property
     def trained(self) -> RouterLayout:
