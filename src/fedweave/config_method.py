@@ -296,3 +296,10 @@ class AttackConfig:
         "answers; bucket: trained on one wrong answer to prompts of one kind, the first in the alphabet.",
     )
     clients: float = setting(0.05, "Hostile clients, as a share of all; above 0 one at least.", low=0.0, high=1.0)
+    after: int = setting(
+        0,
+        "Rounds in which they turn nothing around yet, nor in the warm start: who has a good name does more harm. "
+        "Rows that labels and bucket spoil are spoilt from the beginning.",
+        low=0,
+        high=1_000_000,
+    )

@@ -40,6 +40,24 @@ def test_whoever_flips_sends_the_opposite_of_what_was_learned(plain, backbone):
     assert len(report.receipts.accepted) == len(engine.members), "nothing of it looks wrong"
 
 
+@pytest.mark.parametrize("kind", ["flip", "claim"])
+def test_an_attack_may_begin_later(plain, backbone, kind):
+    """Until then everything is as with honest clients, the warm start included."""
+    config = changed(plain, method="fedweave", training={"rounds": 2}, federation={"rule": "clip"})
+    later = changed(config, attack={"kind": kind, "clients": 0.4, "after": 1})
+    thetas = {}
+    for name, one in (("honest", config), ("later", later)):
+        engine, method = make_engine(one, backbone), build_method(one)
+        state = method.prepare(engine)
+        first, _ = one_round(method, engine, state, engine.members, 0)
+        second, report = one_round(method, engine, first, engine.members, 1)
+        engine.detach()
+        thetas[name] = (state.phi, first.theta, second.theta)
+    for t, (was, found) in enumerate(zip(*thetas.values(), strict=True)):
+        assert torch.equal(was, found) == (t < 2)
+    assert bool(report.receipts.refused) == (kind == "claim")
+
+
 def test_whoever_shouts_is_let_in(plain, backbone):
     config = changed(plain, attack={"kind": "shout", "clients": 0.2})
     start, honest, calm, _ = first_round(plain, backbone)

@@ -19,6 +19,7 @@ from fedweave.json_files import Damaged, parse, sealed
 
 KEEP = 2
 STATE, META = "state.safetensors", "meta.json"
+RESUME = "`fedweave resume`, over sites with `fedweave federate --resume`"
 Meta = TypeVar("Meta", bound=Mapping[str, object])
 
 
@@ -34,7 +35,7 @@ def save_checkpoint(folder: Path, name: str, tensors: dict[str, torch.Tensor], m
         reason = getattr(error, "strerror", None) or str(error)
         raise UserError(
             f"checkpoint {final} cannot be written ({reason}); the last good one is intact: free some space "
-            "and run `fedweave resume`."
+            f"and continue with {RESUME}."
         ) from error
     return final
 

@@ -26,13 +26,18 @@ class Hostile:
     """A filter of the exit, and of what has passed it."""
 
     def __init__(self, config: Config):
-        self.kind, self.clients = config.attack.kind, hostile_clients(config)
+        self.kind, self.after, self.clients = config.attack.kind, config.attack.after, hostile_clients(config)
 
     def __call__(self, step: Reply, asked: Asked, client: Client, answer: Answer) -> Answer:
-        if client.index not in self.clients or self.kind not in FACTORS or step.name not in TURNED:
+        if self.kind not in FACTORS or step.name not in TURNED or not self._attacks(step, client, asked.question):
             return answer
         turned = {name: FACTORS[self.kind] * values for name, values in answer.parts.items()}
         return replace(answer, parts=_within(step, asked, answer, turned))
+
+    def _attacks(self, step: Reply, client: Client, said: Message) -> bool:
+        """Now, and not only later: who has a good name does more harm."""
+        begun = not self.after or (step.name == "train" and said.facts["t"] >= self.after)
+        return client.index in self.clients and begun
 
     def speaks(self, client: Client) -> bool:
         """absent: it answers nothing, so that the others do without it and its rows."""
@@ -41,7 +46,7 @@ class Hostile:
     def sent(self, step: Reply, client: Client, message: Message) -> Message:
         """claim: a message that speaks for every expert, with all examples; to those that it has nothing for it
         does what it does to one of its own."""
-        if self.kind != "claim" or client.index not in self.clients or step.name != "train":
+        if self.kind != "claim" or step.name != "train" or not self._attacks(step, client, message):
             return message
         counts = message.facts["counts"]
         own = expert_name(next(m for m, count in enumerate(counts) if count))

@@ -17,6 +17,7 @@ from fedweave.config import Config
 from fedweave.errors import UserError
 from fedweave.federation.admission import Receipts, refusal
 from fedweave.federation.agreement import AGAINST, Agreement
+from fedweave.federation.checkpoint import RESUME
 from fedweave.federation.client import Member
 from fedweave.federation.engines.base import Engine
 from fedweave.federation.method import Method
@@ -48,7 +49,7 @@ def federate(
             raise UserError(
                 f"nobody has rows to train on in round {t + 1}: they are gone, wait for more (living.least) or for "
                 "the operator (living.notice=ask, living.alone, federation.quarantine). The last checkpoint is "
-                "intact: continue with `fedweave resume`."
+                f"intact: continue with {RESUME}."
             )
         participants = sample_clients(present, method.config, t)  # line 8: S_t
         state, report = one_round(method, engine, state, participants, t)
@@ -128,7 +129,7 @@ def one_round(
     why = f" ({refusal(refused[-1][0], method.train.said(t), refused[-1][1])})" if refused else ""
     raise UserError(
         f"{short}{why}; mend the clients or lower federation.min_answers. The last checkpoint is intact: continue "
-        "with `fedweave resume`."
+        f"with {RESUME}."
     )
 
 
