@@ -71,7 +71,7 @@ class AlignmentReport(TypedDict):
     prototypes: NotRequired[int]
     prototype_labels: NotRequired[list[int]]  # the expert of every bucket
     router_examples: NotRequired[list[int]]  # experts.labels=router: examples of every expert
-    dropped_experts: NotRequired[list[int]]  # of alignment's: too few examples, or more clients had another
+    dropped_experts: NotRequired[list[int]]  # of alignment's: they have too few examples
     left_out: NotRequired[list[str]]  # rule=agreement: clients that counted nothing at the end of the warm start
     alignment_silhouettes: NotRequired[dict[str, float]]  # M -> silhouette
     alignment_note: NotRequired[str]

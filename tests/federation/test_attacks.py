@@ -113,7 +113,7 @@ def test_who_is_refused_in_round_1_has_taught_the_router_for_nothing(config, bac
     )  # fmt: skip
     engine, method = make_engine(config, backbone), build_method(config)
     liar = engine.members[next(iter(hostile_clients(config)))].name
-    state = replace(method.prepare(engine), standing={})
+    state = method.prepare(engine)
     state.report["left_out"] = []  # had it been honest in the warm start
     state = replace(state, standing={member.name: 0.1 for member in engine.members})
     moved, report = one_round(method, engine, state, engine.members, 0)
